@@ -1,0 +1,106 @@
+"""What can be known to be wrong with a tree as a whole, in all its branches: roles, forwards, ties, ignored tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tpkit.errors import did_you_mean
+from tpkit.modules import Embedding
+from tpkit.spec.draft import Draft, children_in
+from tpkit.spec.expr import StepExpr
+from tpkit.spec.parts import check_style
+from tpkit.spec.problems import Problems
+from tpkit.spec.roles import check_roles
+from tpkit.spec.words import Tied
+
+__all__ = ["check_tree"]
+
+
+def check_tree(root: Draft, problems: Problems) -> None:
+    """Notes what is wrong with a tree, whichever branches a config.json will take."""
+    embeddings = dict(_embeddings(root, ""))
+    for draft in root.walk():
+        if draft.kind == "container":
+            _check_container(draft, problems)
+        elif draft.kind == "module" and draft.plugin is not None:
+            check_roles(draft, problems)
+        elif draft.kind == "projection":
+            check_style(draft, problems)
+            _check_tie(draft, embeddings, problems)
+        _check_place(draft, problems)
+
+
+def _check_place(draft: Draft, problems: Problems) -> None:
+    """Only a head has sizes of its own; other projections get theirs from the module around them."""
+    if draft.kind == "module":
+        return
+    for child in children_in(draft):
+        if child.kind == "projection" and child.plugin is not None and child.word != "vocab":
+            message = f"style {child.word!r} needs a module around it that says how large it is"
+            problems.add(child.mark, child.where, message)
+        if child.kind == "norm" and "over" in child.table:
+            mark = child.table.entries["over"].mark
+            problems.add(mark, f"{child.where}.over", "only a norm in a module goes over something of the module's")
+        if child.role is not None:
+            mark = child.table.entries["role"].mark
+            problems.add(mark, f"{child.where}.role", "only children of a module have roles")
+
+
+def _check_container(draft: Draft, problems: Problems) -> None:
+    if not draft.children and set(draft.table.entries) <= {"when", "role", "inline", "repeat", "forward"}:
+        message = "has nothing in it: it needs children, or module, parameter, style or norm"
+        problems.add(draft.mark, draft.where, message)
+    if draft.steps is None:
+        return
+    used: set[str] = set()
+    for step in draft.steps:
+        for child, col in _calls(step.parts):
+            used.add(child)
+            if child not in draft.children:
+                guess = did_you_mean(child, draft.children)
+                problems.add(step.mark.moved(col), step.path, f"there is no child {child!r}{guess}")
+    if not draft.steps:
+        return
+    for child in draft.children:
+        if child not in used:
+            message = "no step of forward uses it" + did_you_mean(child, used - set(draft.children))
+            problems.add(draft.table.key_mark(child), f"{draft.where}.{child}", message)
+
+
+def _calls(parts: StepExpr) -> Iterator[tuple[str, int]]:
+    for part in parts:
+        if part.child is not None:
+            yield part.child, part.col
+        yield from _calls(part.argument)
+
+
+def _embeddings(draft: Draft, path: str) -> Iterator[tuple[str, Draft]]:
+    for child in children_in(draft):
+        below = path if child.inline else f"{path}.{child.name}".lstrip(".")
+        if isinstance(child.plugin, type) and issubclass(child.plugin, Embedding):
+            yield below, child
+        yield from _embeddings(child, below)
+
+
+def _check_tie(draft: Draft, embeddings: dict[str, Draft], problems: Problems) -> None:
+    slot = draft.words.get("tied")
+    if slot is None or "tied" not in draft.table:
+        return
+    mark, where = draft.table.entries["tied"].mark, f"{draft.where}.tied"
+    if draft.word != "vocab":
+        problems.add(mark, where, f"only a head (style 'vocab') is tied to an embedding, not style {draft.word!r}")
+        return
+    for target in _targets(slot):
+        if target not in embeddings:
+            known = ", ".join(embeddings) or "none"
+            message = f"no embedding {target!r}{did_you_mean(target, embeddings)}; there is: {known}"
+            problems.add(mark, f"{where}.to", message)
+
+
+def _targets(slot: object) -> Iterator[str]:
+    """Yields what a ``tied:`` may name, in all its cases."""
+    for _, case in getattr(slot, "cases", ()):
+        yield from _targets(case)
+    literal = getattr(getattr(slot, "words", {}).get("to"), "literal", None)
+    if isinstance(literal, str) and getattr(slot, "model", None) is Tied:
+        yield literal

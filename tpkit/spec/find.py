@@ -1,0 +1,114 @@
+"""Finds descriptions by path or by name, and reads config.json files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tpkit.errors import SpecError, did_you_mean
+from tpkit.registry import Registry
+from tpkit.spec.data import Data, Mark, from_python
+from tpkit.spec.yaml12 import read_yaml
+
+__all__ = ["description_names", "read_config", "read_source"]
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, Any], registry: Registry) -> tuple[str, Data]:
+    """Returns a description's name for messages and its data.
+
+    Args:
+        source: a path, the name of a description that is installed (with or without .yaml), or a mapping.
+        registry: offers the folders of installed descriptions.
+
+    Raises:
+        SpecError: if there is no such description, or it is no YAML.
+    """
+    if isinstance(source, Mapping):
+        return "description", from_python(source, Mark("description"))
+    path = _find(os.fspath(source), registry)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read: {error}") from None
+    return str(path), read_yaml(text, str(path))
+
+
+def _find(source: str, registry: Registry) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    folders = list(_folders(registry))
+    if path.name == source:
+        names = [source] if path.suffix in SUFFIXES else [f"{source}{suffix}" for suffix in SUFFIXES]
+        for folder in folders:
+            for name in names:
+                if (folder / name).is_file():
+                    return folder / name
+    known = description_names(registry)
+    looked = "".join(f"\n  {where}" for where in [path.absolute(), *folders])
+    guess = did_you_mean(path.stem, known)
+    raise SpecError(
+        f"no description {source!r}{guess}; looked for\n  a file or one of the installed folders:{looked}",
+        hint=f"installed descriptions: {', '.join(known) or 'none'}",
+    )
+
+
+def _folders(registry: Registry) -> Iterator[Path]:
+    """Yields the folders of all installed descriptions, the built-in ones last."""
+    builtin = Path(__file__).parents[2] / "model_configs"
+    seen = set()
+    for plugin in registry.listing():
+        if plugin.kind == "model configs":
+            try:
+                found = find_spec(plugin.value)
+            except (ImportError, ValueError):
+                found = None
+            for place in (found.submodule_search_locations or ()) if found else ():
+                if place not in seen and Path(place).is_dir():
+                    seen.add(place)
+                    yield Path(place)
+    if str(builtin) not in seen and builtin.is_dir():
+        yield builtin
+
+
+def description_names(registry: Registry) -> list[str]:
+    """Returns the names of all installed descriptions, sorted."""
+    return sorted({p.stem for folder in _folders(registry) for p in folder.iterdir() if p.suffix in SUFFIXES})
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """Returns where a config.json was read from, for messages, and its content; both empty for None.
+
+    Raises:
+        SpecError: if there is no such file, or it is no JSON object.
+    """
+    if config is None:
+        return "", {}
+    if isinstance(config, Mapping):
+        return "config", dict(config)
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except FileNotFoundError:
+        raise SpecError(f"there is no {path}", hint="config is a checkpoint folder, or a config.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{path} is no JSON object")
+    return str(path), found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return found

@@ -1,0 +1,88 @@
+"""Which child of a module fills which of its roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tpkit.errors import did_you_mean
+from tpkit.modules import Role
+from tpkit.spec.draft import Draft, children_in
+from tpkit.spec.problems import Problems
+
+__all__ = ["active_roles", "check_roles", "role_of"]
+
+
+def role_of(draft: Draft, roles: Sequence[Role]) -> Role | None:
+    """Returns the role of a child: by its ``role:``, else its name, else its style if one role alone takes that."""
+    by_name = {role.name: role for role in roles}
+    if draft.role is not None:
+        return by_name.get(draft.role)
+    if draft.name in by_name:
+        return by_name[draft.name]
+    takers = [role for role in roles if draft.kind == "projection" and draft.word in role.styles]
+    return takers[0] if len(takers) == 1 else None
+
+
+def check_roles(draft: Draft, problems: Problems) -> None:
+    """Notes children of a module that have no role or the wrong style for it, and roles that nobody fills."""
+    roles: tuple[Role, ...] = tuple(draft.plugin.roles)
+    taken: dict[str, list[Draft]] = {}
+    for child in children_in(draft):
+        role = role_of(child, roles)
+        if role is None:
+            _no_role(draft, child, roles, problems)
+            continue
+        taken.setdefault(role.name, []).append(child)
+        _check_fit(draft, child, role, problems)
+    for role in roles:
+        if role.required and role.name not in taken:
+            styles = f" of style {' or '.join(role.styles)}" if role.styles else ""
+            message = f"module {draft.word!r} needs a child for its role {role.name!r}{styles}"
+            problems.add(draft.mark, draft.where, message)
+        always = {child.name: child for child in taken.get(role.name, ()) if child.when is None}
+        _doubled(draft, role.name, [c.name for c in always.values() if len(draft.children[c.name]) == 1], problems)
+
+
+def _no_role(draft: Draft, child: Draft, roles: Sequence[Role], problems: Problems) -> None:
+    names = [role.name for role in roles]
+    if child.role is not None:
+        mark, word = child.table.entries["role"].mark, child.role
+    else:
+        mark, word = draft.table.key_mark(child.name), child.name
+    offered = ", ".join(names) or "it takes no children"
+    message = f"module {draft.word!r} has no role for {word!r}{did_you_mean(word, names)}; its roles: {offered}"
+    problems.add(mark, child.where, message)
+
+
+def _check_fit(draft: Draft, child: Draft, role: Role, problems: Problems) -> None:
+    if child.kind in ("projection", "module") and child.plugin is None:
+        return  # an unknown word has been noted already
+    if child.kind == "container" and not child.children:
+        return  # so has a node that is nothing
+    if role.styles and child.word not in role.styles:
+        found = f"style {child.word!r}" if child.kind == "projection" else f"a {child.kind}"
+        message = f"the role {role.name!r} of module {draft.word!r} takes style {' or '.join(role.styles)}, not {found}"
+        problems.add(child.mark, child.where, message)
+    elif not role.styles and child.kind not in ("norm", "parameter"):
+        message = f"the role {role.name!r} of module {draft.word!r} takes a norm or a parameter, not a {child.kind}"
+        problems.add(child.mark, child.where, message)
+
+
+def _doubled(draft: Draft, role: str, names: Iterable[str], problems: Problems) -> None:
+    found = sorted(names)
+    if len(found) > 1:
+        message = f"the role {role!r} of module {draft.word!r} is filled {len(found)} times: {', '.join(found)}"
+        problems.add(draft.mark, draft.where, message)
+
+
+def active_roles(draft: Draft, active: Sequence[Draft], problems: Problems) -> dict[str, str]:
+    """Returns child's name -> role for the children that are there, and notes roles missing or filled twice."""
+    roles: tuple[Role, ...] = tuple(draft.plugin.roles) if draft.plugin is not None else ()
+    found = {child.name: role.name for child in active if (role := role_of(child, roles)) is not None}
+    for role in roles:
+        names = [name for name, filled in found.items() if filled == role.name]
+        _doubled(draft, role.name, names, problems)
+        if role.required and not names:
+            message = f"module {draft.word!r} has no child in its role {role.name!r} for this config.json"
+            problems.add(draft.mark, draft.where, message)
+    return found

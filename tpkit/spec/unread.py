@@ -1,0 +1,74 @@
+"""Fields of config.json that change what a model computes. A description that does not read one must not meet it.
+
+A checkpoint whose config.json asks for, say, a soft cap would load without complaint into a description that knows of
+none, and give wrong text. So these fields stop the build where they are set and not declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+__all__ = ["unread_fields"]
+
+
+def _set(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _not_one(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+def _not_full(value: Any) -> bool:
+    return isinstance(value, list) and any(entry != "full_attention" for entry in value)
+
+
+_TELLING: dict[str, Callable[[Any], bool]] = {
+    "attention_chunk_size": _set,
+    "attention_multiplier": _set,
+    "attn_logit_softcapping": _set,
+    "clip_qkv": _set,
+    "embedding_multiplier": _not_one,
+    "final_logit_softcapping": _set,
+    "layer_types": _not_full,
+    "logit_scale": _not_one,
+    "logits_scaling": _not_one,
+    "no_rope_layers": lambda value: isinstance(value, list) and not all(value),
+    "partial_rotary_factor": _not_one,
+    "per_layer_config": bool,
+    "query_pre_attn_scalar": _set,
+    "residual_multiplier": _not_one,
+    "rope_scaling": lambda value: (
+        isinstance(value, Mapping) and value.get("rope_type", value.get("type")) not in (None, "default")
+    ),
+    "use_qk_norm": _set,
+}
+#: the newer home of rope settings
+_NESTED = {
+    "rope_scaling": ("rope_parameters",),
+    "partial_rotary_factor": ("rope_parameters.partial_rotary_factor", "rope_scaling.partial_rotary_factor"),
+}
+
+
+def unread_fields(config: Mapping[str, Any], keys: Iterable[str]) -> list[tuple[str, Any]]:
+    """Returns the fields, with their values, that a config.json sets and a description does not read.
+
+    Args:
+        config: the language model's part of config.json.
+        keys: all keys of config.json that the description reads, nested ones dotted.
+    """
+    read = set(keys)
+    found: list[tuple[str, Any]] = []
+    for name, tells in _TELLING.items():
+        unread = [key for key in (name, *_NESTED.get(name, ())) if key not in read]
+        found.extend((key, value) for key in unread if (value := _at(config, key)) is not None and tells(value))
+    return found
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    head, _, rest = key.partition(".")
+    value = config.get(head)
+    if not rest:
+        return value
+    return value.get(rest) if isinstance(value, Mapping) else None

@@ -1,0 +1,150 @@
+"""The words of every kind of node, as types of their resolved values. Adding a word is adding a field.
+
+How a value may be written (a literal, a declared name, an expression, cases) follows from its type; see
+`tpkit.spec.slots`. A default that is text stands for what a description would write: ``"rms_norm_eps"`` is the
+declared field of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from tpkit.modules import Options
+from tpkit.spec.slot_types import Plain
+
+__all__ = [
+    "CANONICAL_NUMBERS",
+    "CANONICAL_SIZES",
+    "COMMON",
+    "KINDS",
+    "NORMS",
+    "Layout",
+    "NormOptions",
+    "Pack",
+    "ParameterOptions",
+    "ProjectionOptions",
+    "Tied",
+]
+
+#: names that built-in modules read unless a node says otherwise
+CANONICAL_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+CANONICAL_NUMBERS = ("rms_norm_eps", "layer_norm_eps")
+
+#: words of every node
+COMMON = ("when", "role", "inline", "repeat")
+#: the word that makes a node what it is -> kind; the first that is there decides
+KINDS = {"module": "module", "parameter": "parameter", "style": "projection", "norm": "norm"}
+
+#: what `per` may count
+LAYOUT_AXES = ("head", "kv_head", "channel")
+_COMPONENT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Word = Annotated[str, Plain()]
+Words = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+
+
+class Layout(Options):
+    """The order of segments in one stored tensor: blocks after each other, or repeated `per` unit of an axis."""
+
+    per: str | None = None
+    order: Words = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Layout:
+        if self.per is not None and self.per not in LAYOUT_AXES:
+            raise ValueError(f"per is one of: {', '.join(LAYOUT_AXES)}")
+        if len(set(self.order)) < len(self.order):
+            raise ValueError(f"a name occurs twice in {', '.join(self.order)}")
+        return self
+
+
+class Pack(Options):
+    """One tensor on disk that goes into a packed projection.
+
+    Attributes:
+        name: its name, beside the projection's own.
+        layout: the segments in it; None: the one segment at this position.
+    """
+
+    name: str
+    layout: Layout | None = None
+
+
+class Tied(Options):
+    """The weight is that of another module, by its path in the tree."""
+
+    to: Word
+
+
+def _packs(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, list):
+        value = dict.fromkeys(_names(value))
+    if not isinstance(value, dict):
+        raise ValueError("packs is a list of names, or a mapping from name to layout")
+    _names(list(value))
+    return tuple({"name": name, "layout": _layout(layout)} for name, layout in value.items())
+
+
+def _names(names: list[Any]) -> list[str]:
+    for name in names:
+        if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a tensor")
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is packed twice")
+    return names
+
+
+def _layout(value: Any) -> Any:
+    return {"order": value} if isinstance(value, list) else value
+
+
+class ProjectionOptions(Options):
+    """Words of a projection: ``style:`` and how it is stored."""
+
+    style: Word
+    packs: Annotated[tuple[Pack, ...], BeforeValidator(_packs), Plain()] = ()
+    fused: Annotated[Layout | None, BeforeValidator(_layout), Plain()] = None
+    bias: bool = False
+    transposed: bool = False
+    tied: Tied | None = None
+    disable_tp: bool = False
+    scale: float | None = None
+    softcap: float | None = Field(default=None, gt=0)
+
+
+class NormOptions(Options):
+    """Words of a norm. `size` is filled in when the description is bound."""
+
+    norm: Word
+    over: Annotated[str | None, Plain()] = None
+    eps: float = Field(default="rms_norm_eps", gt=0)  # type: ignore[assignment]
+    size: int | None = None
+
+
+class ParameterOptions(Options):
+    """Words of a parameter of its own: its sizes, and what it follows."""
+
+    parameter: tuple[int, ...] = Field(min_length=1)
+    style: Word = "replicated"
+
+
+#: words after ``norm:`` and the options each takes
+NORMS: dict[str, type[BaseModel]] = {"rms": NormOptions}
