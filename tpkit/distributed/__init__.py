@@ -1,0 +1,1 @@
+"""Ranks: starting them, joining them, and the collectives of a layer."""
