@@ -1,0 +1,1 @@
+"""Checkpoints: what is stored (headers), who reads what (plan), and the reading."""

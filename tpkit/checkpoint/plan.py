@@ -1,0 +1,299 @@
+"""The load plan: which box of which stored tensor goes where, on each rank. Pure data, proved before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from tpkit.checkpoint.stored import Checkpoint, Stored, listed, matcher
+from tpkit.division import DividedLayer
+from tpkit.dtypes import FLOATS, itemsize
+from tpkit.errors import LoadError, SpecError, did_you_mean
+from tpkit.geometry import Box, stored_shape
+from tpkit.layout import LayerSpec, Source
+from tpkit.params import ParamSpec
+from tpkit.partition import side_size
+
+__all__ = ["LoadPlan", "Transfer", "choose_form", "plan_load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One copy that one rank makes.
+
+    Attributes:
+        tensor: name on disk; `stored` says where.
+        shape: the shape in which the box is meant (the stored one up to dimensions of one element).
+        transposed: the box is in the reverse order of the stored dimensions.
+        box: what is read.
+        layer, param: where it goes.
+        target: the box of the parameter that it fills.
+    """
+
+    tensor: str
+    stored: Stored
+    shape: tuple[int, ...]
+    transposed: bool
+    box: Box
+    layer: str
+    param: str
+    target: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read."""
+        return prod(run.count for run in self.box) * itemsize(self.stored.dtype)
+
+
+@dataclass(kw_only=True)
+class LoadPlan:
+    """All transfers of a model, and what was found on the way.
+
+    Attributes:
+        layers: what every rank holds.
+        ties: layers that share another's parameters.
+        ranks: number of ranks.
+        ignored: tensors left out by an ignore rule: name -> (rule, bytes).
+        zero: biases that the description does not know; they must prove to be all zero.
+        equal: stored copies of tied parameters that must prove equal: (tensor, tied layer, layer it shares).
+        defaults: parameters absent from the checkpoint that take their stated default: (layer, param, value).
+        blobs: whole tensors handed over to a layer: (layer, param, segment, tensor).
+        conversions: (stored dtype, parameter dtype) -> number of tensors.
+    """
+
+    layers: Sequence[DividedLayer]
+    ties: Sequence[LayerSpec]
+    ranks: int
+    checkpoint: Checkpoint | None = None
+    ignored: dict[str, tuple[str, int]] = field(default_factory=dict)
+    zero: list[str] = field(default_factory=list)
+    equal: list[tuple[str, LayerSpec, DividedLayer]] = field(default_factory=list)
+    defaults: list[tuple[str, str, float]] = field(default_factory=list)
+    blobs: list[tuple[str, str, str, str]] = field(default_factory=list)
+    conversions: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def transfers(self, rank: int) -> Iterator[Transfer]:
+        """Yields a rank's copies, layer by layer."""
+        for layer in self.layers:
+            yield from self.layer_transfers(layer, rank)
+
+    def layer_transfers(self, layer: DividedLayer, rank: int, rename: str | None = None) -> Iterator[Transfer]:
+        """Yields the copies of one layer; `rename` reads them from another stem (the copy of a tied parameter)."""
+        if self.checkpoint is None:
+            return
+        for name, spec in layer.spec.params:
+            for copy in layer.geometry.local[rank][name].copies:
+                source = layer.form[copy.source]
+                tensor = source.tensor(name) if rename is None else f"{rename}.{name}"
+                if tensor in self.checkpoint.tensors and all(run.count for run in copy.box):
+                    yield Transfer(
+                        tensor=tensor,
+                        stored=self.checkpoint.tensors[tensor],
+                        shape=stored_shape(spec, source, side_size(layer.spec.in_)),
+                        transposed=spec.transposed,
+                        box=copy.box,
+                        layer=layer.spec.path,
+                        param=name,
+                        target=copy.target,
+                    )
+
+    def param_bytes(self, rank: int) -> int:
+        """Bytes of parameters that a rank holds."""
+        return sum(layer.geometry.nbytes[rank] for layer in self.layers)
+
+    def checkpoint_bytes(self, rank: int) -> int:
+        """Bytes of the checkpoint that a rank's copies read; from a plan without a checkpoint, its parameters' own."""
+        if self.checkpoint is None:
+            return self.param_bytes(rank)
+        return sum(transfer.nbytes for transfer in self.transfers(rank))
+
+    def replicated_bytes(self) -> int:
+        """Bytes that ranks hold beyond one copy of everything."""
+        held = sum(self.param_bytes(rank) for rank in range(self.ranks))
+        return held - sum(layer.geometry.full_nbytes for layer in self.layers)
+
+    def balance(self) -> float:
+        """The largest rank's bytes over the mean."""
+        held = [self.param_bytes(rank) for rank in range(self.ranks)]
+        return max(held) * len(held) / sum(held) if sum(held) else 1.0
+
+
+def choose_form(spec_forms: Sequence[tuple[Source, ...]], checkpoint: Checkpoint | None) -> tuple[Source, ...]:
+    """Returns the form in which a layer is stored: the first of which any source is found, else the first."""
+    if checkpoint is not None:
+        for form in spec_forms:
+            if any(checkpoint.holds(source.name) for source in form):
+                return form
+    return spec_forms[0]
+
+
+def plan_load(
+    layers: Sequence[DividedLayer],
+    ties: Sequence[LayerSpec],
+    ranks: int,
+    checkpoint: Checkpoint | None,
+    ignore: Sequence[str] = (),
+    description: str = "the description",
+) -> LoadPlan:
+    """Matches layers and stored tensors in both directions and proves the plan complete.
+
+    Args:
+        layers: divided layers that hold parameters.
+        ties: layers that share another's parameters.
+        ranks: number of ranks.
+        checkpoint: stored tensors; None plans without one.
+        ignore: patterns of tensors that may be there and are not used.
+        description: name of the description, for messages.
+
+    Raises:
+        LoadError: missing, unexpected, doubly stored, wrongly shaped or typed tensors, and elements not written
+            exactly once; all of them, grouped.
+        SpecError: an ignore rule that covers a declared parameter.
+    """
+    plan = LoadPlan(layers=layers, ties=ties, ranks=ranks, checkpoint=checkpoint)
+    findings = _Findings()
+    for layer in layers:
+        findings.ledger(layer)
+    if checkpoint is not None:
+        used: set[str] = set()
+        for layer in layers:
+            used |= _match_layer(plan, layer, checkpoint, findings)
+        used |= _match_ties(plan, ties, checkpoint)
+        _match_rest(plan, layers, checkpoint, used, ignore, findings, description)
+    findings.raise_if_any(checkpoint.path if checkpoint else None, description)
+    return plan
+
+
+class _Findings:
+    """Everything that is wrong, under headings."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[str]] = {}
+        self.hint: str | None = None
+
+    def add(self, group: str, line: str) -> None:
+        self.groups.setdefault(group, []).append(line)
+
+    def ledger(self, layer: DividedLayer) -> None:
+        path = layer.spec.path
+        for rank, name, missing, doubled in layer.geometry.gaps:
+            line = f"{path}.{name} on rank {rank}: {missing} elements not written, {doubled} written more than once"
+            self.add("not written exactly once", line)
+        for (index, name), count in layer.geometry.unread.items():
+            self.add("read by no rank", f"{count} elements of {layer.form[index].tensor(name)}")
+
+    def raise_if_any(self, path: Path | None, description: str) -> None:
+        if self.groups:
+            where = f"{path} does not fit {description}" if path else f"{description} cannot be planned"
+            raise LoadError(where, self.groups, hint=self.hint)
+
+
+def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, findings: _Findings) -> set[str]:
+    """Matches one layer's parameters with stored tensors; returns the tensors it uses."""
+    used: set[str] = set()
+    spec = layer.spec
+    _both_forms(layer, checkpoint, findings)
+    in_size = side_size(spec.in_)
+    for name, param in spec.params:
+        for source in layer.form:
+            tensor = source.tensor(name)
+            stored = checkpoint.tensors.get(tensor)
+            if stored is None:
+                if param.default is None:
+                    findings.add("missing", _missing(tensor, spec, checkpoint))
+                elif (spec.path, name, param.default) not in plan.defaults:
+                    plan.defaults.append((spec.path, name, param.default))
+                continue
+            used.add(tensor)
+            if any(dim.along == "blob" for dim in param.dims):
+                plan.blobs.extend((spec.path, name, segment, tensor) for segment, _ in source.views)
+                continue
+            _check_header(tensor, stored, param, stored_shape(param, source, in_size), findings, spec)
+            if stored.dtype != param.dtype:
+                key = (stored.dtype, param.dtype)
+                plan.conversions[key] = plan.conversions.get(key, 0) + 1
+    return used
+
+
+def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: _Findings) -> None:
+    found = [[source.name for source in form if checkpoint.holds(source.name)] for form in layer.spec.forms]
+    found = [names for names in found if names]
+    if len(found) > 1:
+        names = " and ".join(listed(names) for names in found)
+        findings.add("stored both fused and apart", f"{layer.spec.path}: {names}; one of them must go")
+
+
+def _missing(tensor: str, spec: LayerSpec, checkpoint: Checkpoint) -> str:
+    stem, _, last = tensor.rpartition(".")
+    seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
+    beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, checkpoint.tensors)
+    return f"{tensor} (for {spec.path}.{last}){beside}"
+
+
+def _check_header(
+    tensor: str, stored: Stored, param: ParamSpec, shape: tuple[int, ...], findings: _Findings, spec: LayerSpec
+) -> None:
+    wanted = tuple(reversed(shape)) if param.transposed else shape
+    if _squeezed(stored.shape) != _squeezed(wanted):
+        hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
+        findings.add(
+            "wrong shape",
+            f"{tensor} is {list(stored.shape)} in {stored.file.name}, {spec.path} needs {list(wanted)}{hint}",
+        )
+    if stored.dtype != param.dtype and not {stored.dtype, param.dtype} <= FLOATS:
+        findings.add(
+            "wrong type",
+            f"{tensor} is {stored.dtype} in {stored.file.name}, {spec.path} holds {param.dtype}: "
+            "these are not the same values in another type; name the quant method that stored them",
+        )
+
+
+def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoint) -> set[str]:
+    """A tied layer's own tensor may be stored all the same: then it must prove equal to what it shares."""
+    by_path = {layer.spec.path: layer for layer in plan.layers}
+    used: set[str] = set()
+    for tie in ties:
+        owner = by_path[tie.tied_to or ""]
+        stem = tie.forms[0][0].name
+        for name, _ in owner.spec.params:
+            tensor, twin = f"{stem}.{name}", owner.form[0].tensor(name)
+            if tensor in checkpoint.tensors and twin in checkpoint.tensors:
+                plan.equal.append((tensor, tie, owner))
+                used.add(tensor)
+    return used
+
+
+def _match_rest(
+    plan: LoadPlan,
+    layers: Sequence[DividedLayer],
+    checkpoint: Checkpoint,
+    used: set[str],
+    ignore: Sequence[str],
+    findings: _Findings,
+    description: str,
+) -> None:
+    rules = [(rule, matcher(rule)) for rule in ignore]
+    biasless = {source.name for layer in layers if layer.spec.in_ for source in layer.form}
+    parameters = [source.tensor(name) for layer in layers for source in layer.form for name, _ in layer.spec.params]
+    for rule, pattern in rules:
+        covered = [name for name in parameters if pattern.fullmatch(name)]
+        if covered:
+            raise SpecError(f"{description}: the ignore rule {rule!r} covers declared parameters: {listed(covered)}")
+    for name, stored in checkpoint.tensors.items():
+        if name in used:
+            continue
+        ignored = next((rule for rule, pattern in rules if pattern.fullmatch(name)), None)
+        stem, _, last = name.rpartition(".")
+        if ignored is not None:
+            plan.ignored[name] = (ignored, stored.nbytes)
+        elif last == "bias" and stem in biasless:
+            plan.zero.append(name)
+        else:
+            near = did_you_mean(name, [p for p in parameters if p not in checkpoint.tensors])
+            findings.add("not in the description", f"{name} {stored.dtype} {list(stored.shape)}{near}")

@@ -1,0 +1,101 @@
+"""What a checkpoint holds, known from its headers alone. Pure data; no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+from tpkit.dtypes import FLOATS, itemsize
+from tpkit.params import Header
+
+__all__ = ["Checkpoint", "Stored", "matcher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(Header):
+    """A stored tensor: its header, and where its bytes begin in which file."""
+
+    file: Path
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors of a checkpoint by name.
+
+    Attributes:
+        path: the folder or file it was opened from.
+        tensors: headers by name.
+        total_size: what its index states as the sum of all bytes, if it does.
+    """
+
+    path: Path
+    tensors: Mapping[str, Stored]
+    total_size: int | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def stems(self) -> frozenset[str]:
+        """All dotted prefixes of tensor names: a module is stored if its path is among them."""
+        found: set[str] = set()
+        for name in self.tensors:
+            parts = name.split(".")
+            found.update(".".join(parts[:n]) for n in range(1, len(parts)))
+        return frozenset(found)
+
+    def holds(self, stem: str) -> bool:
+        """Says whether a module of this path has any tensor; the empty path has those without a dot."""
+        if not stem:
+            return any("." not in name for name in self.tensors)
+        return stem in self.stems or stem in self.tensors
+
+    def under(self, stem: str) -> dict[str, Header]:
+        """Returns the headers of the tensors below a module's path, by the rest of their names."""
+        return dict(self._by_stem.get(stem, ()))
+
+    @cached_property
+    def _by_stem(self) -> dict[str, list[tuple[str, Header]]]:
+        found: dict[str, list[tuple[str, Header]]] = {}
+        for name, stored in self.tensors.items():
+            parts = name.split(".")
+            for n in range(max(1, len(parts) - 3), len(parts)):
+                header = Header(dtype=stored.dtype, shape=stored.shape)
+                found.setdefault(".".join(parts[:n]), []).append((".".join(parts[n:]), header))
+        return found
+
+    @property
+    def float_dtype(self) -> str | None:
+        """The float type that most bytes are stored in; None if there is none."""
+        sums: dict[str, int] = {}
+        for stored in self.tensors.values():
+            if stored.dtype in FLOATS:
+                sums[stored.dtype] = sums.get(stored.dtype, 0) + stored.nbytes
+        return max(sums, key=lambda dtype: (sums[dtype], dtype)) if sums else None
+
+    @property
+    def digest(self) -> str:
+        """A hash of names, types, shapes and positions: what every rank must see alike."""
+        rows = (f"{n} {s.dtype} {s.shape} {s.file.name} {s.begin}\n" for n, s in sorted(self.tensors.items()))
+        return hashlib.sha256("".join(rows).encode()).hexdigest()
+
+
+def matcher(pattern: str) -> re.Pattern[str]:
+    """Compiles an ignore pattern over whole dotted components: ``*`` is one, ``**`` one or more."""
+    words = {"*": r"[^.]+", "**": r"[^.]+(?:\.[^.]+)*"}
+    return re.compile(r"\.".join(words.get(part, re.escape(part)) for part in pattern.split(".")))
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Returns names for a message, cut where there are many."""
+    names = sorted(names)
+    rest = f", ... and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

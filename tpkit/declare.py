@@ -1,0 +1,213 @@
+"""From the bound module tree to layers: which node holds parameters, on which axes, under which names on disk. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tpkit.errors import ShardingError, SpecError
+from tpkit.layout import Source, fused
+from tpkit.modules import Declared, ModuleType, Sides, hidden
+from tpkit.partition import Axis, Features, Side
+from tpkit.registry import Registry
+from tpkit.spec.bound import BoundSpec, Node
+from tpkit.spec.words import Layout
+from tpkit.styles import Style
+
+__all__ = ["Declaration", "declare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """A node that holds parameters (or shares another's), before its quant method is asked what they are.
+
+    Attributes:
+        node: the node.
+        style: its parallel style; "replicated" for norms.
+        out, in_: its sides; `in_` is empty for norms and plain parameters.
+        forms: ways it may be stored, preferred first.
+        bias: it has a bias.
+        tied_to: path of the node whose parameters it shares.
+    """
+
+    node: Node
+    style: str
+    out: Side
+    in_: Side = ()
+    forms: tuple[tuple[Source, ...], ...]
+    bias: bool = False
+    tied_to: str | None = None
+
+
+def declare(spec: BoundSpec, registry: Registry, rename: Mapping[str, str] | None = None) -> list[Declaration]:
+    """Returns the parameter-bearing nodes of a tree, in written order.
+
+    Args:
+        spec: the bound description.
+        registry: where module types and styles come from.
+        rename: tree path -> path in the checkpoint, for trees found under another prefix.
+
+    Raises:
+        SpecError: a projection whose sides nothing tells, or whose style does not fit them.
+    """
+    walk = _Walk(spec, registry, dict(rename or {}))
+    walk.children(spec.root, None)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self, spec: BoundSpec, registry: Registry, rename: dict[str, str]) -> None:
+        self.hidden_size = int(spec.values["hidden_size"])
+        self.vocab_size = spec.values.get("vocab_size")
+        self.registry = registry
+        self.rename = rename
+        self.found: list[Declaration] = []
+
+    def children(self, node: Node, declared: Declared | None) -> None:
+        for child in node.children:
+            if child.kind == "projection":
+                self.found.append(self._projection(child, declared))
+            elif child.kind == "norm":
+                self.found.append(self._norm(child, declared))
+            elif child.kind == "parameter":
+                raise SpecError(f"{child.where}: {child.path}: no module takes a parameter of this kind yet")
+            elif child.kind == "module":
+                self._module(child)
+            else:
+                self.children(child, None)
+
+    def _module(self, node: Node) -> None:
+        kind: type[ModuleType] = self.registry.load("module", node.word)
+        styles = {child.role: child.word for child in node.children if child.kind == "projection"}
+        declared = kind.declare(node.options, self.hidden_size, styles)
+        if "" in declared.sides:
+            sides = declared.sides[""]
+            forms = (fused(self._disk(node.path), sides.out),)
+            self.found.append(
+                Declaration(node=node, style=node.options.style, out=sides.out, in_=sides.in_, forms=forms)
+            )
+        _check_disable_tp(node, declared)
+        self.children(node, declared)
+
+    def _projection(self, node: Node, declared: Declared | None) -> Declaration:
+        options = node.options
+        style: Style = self.registry.load("style", node.word)
+        sides = self._sides(node, declared)
+        if options.disable_tp:
+            sides = Sides(in_=_undivided(sides.in_), out=_undivided(sides.out))
+        else:
+            _check_style(node, style, sides)
+        return Declaration(
+            node=node,
+            style=node.word,
+            out=sides.out,
+            in_=sides.in_,
+            forms=self._stored(node, sides.out),
+            bias=options.bias,
+            tied_to=options.tied.to if options.tied else None,
+        )
+
+    def _sides(self, node: Node, declared: Declared | None) -> Sides:
+        if declared is not None and node.role in declared.sides:
+            return declared.sides[node.role]
+        if node.word == "vocab" and self.vocab_size is not None:
+            axis = Axis(name="vocab", units=int(self.vocab_size))
+            return Sides(in_=hidden(self.hidden_size), out=(Features(name="", axis=axis),))
+        raise SpecError(
+            f"{node.where}: {node.path}: nothing tells the sizes of this {node.word} projection",
+            hint="put it into a module that has a role for it",
+        )
+
+    def _norm(self, node: Node, declared: Declared | None) -> Declaration:
+        size = node.options.size or self.hidden_size
+        if node.options.over is not None:
+            widths = declared.widths if declared else {}
+            if node.options.over not in widths:
+                raise SpecError(
+                    f"{node.where}: {node.path}: over: {node.options.over} means nothing here; "
+                    f"the module above knows {sorted(widths) or 'no widths'}"
+                )
+            size = widths[node.options.over]
+        side = (Features(name="", unit=size),)
+        return Declaration(node=node, style="replicated", out=side, forms=(fused(self._disk(node.path), side),))
+
+    def _stored(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
+        try:
+            return self._forms(node, out)
+        except ShardingError as cause:
+            raise SpecError(f"{node.where}: {node.path}: {cause}") from cause
+
+    def _forms(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
+        """Stored apart where `packs` names the parts, or fused under the projection's own name."""
+        options, path = node.options, self._disk(node.path)
+        whole = (fused(path, out, *_layout(node, options.fused, out)),)
+        if not options.packs:
+            return whole
+        parent = path.rpartition(".")[0]
+        sources: list[Source] = []
+        rest = list(out)
+        for pack in options.packs:
+            names = pack.layout.order if pack.layout else [rest[0].name] if rest else []
+            parts = tuple(part for part in rest if part.name in names)
+            name = f"{parent}.{pack.name}" if parent else pack.name
+            sources += fused(name, parts, *_layout(node, pack.layout, parts))
+            rest = [part for part in rest if part not in parts]
+        if rest:
+            raise ShardingError(f"nothing is packed into {', '.join(part.name for part in rest)}")
+        return (tuple(sources), *whole)
+
+    def _disk(self, path: str) -> str:
+        for tree, disk in self.rename.items():
+            if path == tree or path.startswith(tree + "."):
+                return (disk + path[len(tree) :]).removeprefix(".")
+        return path
+
+
+def _layout(node: Node, layout: Layout | None, side: Side) -> tuple[Sequence[str] | None, int]:
+    """Returns the order of segments in a stored tensor and how often it recurs."""
+    if layout is None or layout.per is None:
+        return (None if layout is None else layout.order), 1
+    counts = {"channel": min(part.size for part in side)}
+    for part in side:
+        if part.axis is not None and part.axis.groups is not None:
+            counts |= {"head": part.axis.units, "kv_head": part.axis.groups}
+    if layout.per not in counts:
+        raise ShardingError(f"per: {layout.per}; here it can be one of {', '.join(sorted(counts))}")
+    return layout.order, counts[layout.per]
+
+
+def _undivided(side: Side) -> Side:
+    return tuple(replace(p, axis=replace(p.axis, divided=False)) if p.axis else p for p in side)
+
+
+def _check_style(node: Node, style: Style, sides: Sides) -> None:
+    on_axis = {name for name, side in (("in", sides.in_), ("out", sides.out)) if any(part.axis for part in side)}
+    if on_axis != ({style.divides} if style.divides else set()):
+        raise SpecError(
+            f"{node.where}: {node.path}: style {style.name} divides {style.divides or 'neither side'}, "
+            f"but its {' and '.join(sorted(on_axis)) or 'no'} side lies on an axis",
+            hint="column styles divide the output, row divides the input",
+        )
+    if style.segments == 1 and len(sides.out) > 1:
+        raise SpecError(
+            f"{node.where}: {node.path}: style {style.name} is not packed, its output has {len(sides.out)} parts"
+        )
+
+
+def _check_disable_tp(node: Node, declared: Declared) -> None:
+    """An axis of a module is divided for all its projections or for none: partners must agree."""
+    seen: dict[Axis, tuple[bool, str]] = {}
+    for child in node.children:
+        if child.kind != "projection" or child.role not in declared.sides:
+            continue
+        sides = declared.sides[child.role]
+        for part in (*sides.in_, *sides.out):
+            if part.axis is None:
+                continue
+            alone, other = seen.setdefault(part.axis, (child.options.disable_tp, child.name))
+            if alone != child.options.disable_tp:
+                raise SpecError(
+                    f"{node.where}: {node.path}: {other} and {child.name} share the axis {part.axis.name!r} "
+                    f"({part.axis.units} units), but only one of them says disable_tp",
+                    hint="say disable_tp on both, or on neither",
+                )

@@ -1,0 +1,38 @@
+"""Layers, usable alone or built from a description. They know nothing of files: loading follows the plan."""
+
+from tpkit.layers.attention import Attention
+from tpkit.layers.container import Container
+from tpkit.layers.context import ForwardContext, KVCache
+from tpkit.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpkit.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from tpkit.layers.mlp import Mlp
+from tpkit.layers.norm import RMSNorm
+from tpkit.layers.rotary import Rotary
+from tpkit.layers.sharded import Sharded, ShardedModule
+
+__all__ = [
+    "Attention",
+    "ColumnParallelLinear",
+    "Container",
+    "ForwardContext",
+    "KVCache",
+    "MergedColumnParallelLinear",
+    "Mlp",
+    "ParallelLMHead",
+    "ParallelLinear",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "ReplicatedLinear",
+    "Rotary",
+    "RowParallelLinear",
+    "Sharded",
+    "ShardedModule",
+    "VocabParallelEmbedding",
+]

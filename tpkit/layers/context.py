@@ -1,0 +1,106 @@
+"""What one forward pass knows beside the hidden state: positions, masks, and the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+from tpkit.errors import UsageError
+
+__all__ = ["ForwardContext", "KVCache"]
+
+T = TypeVar("T")
+
+
+class KVCache:
+    """Keys and values of earlier tokens. Each rank holds those of its own kv heads.
+
+    Args:
+        shapes: for each attention layer, this rank's ``(kv heads, head_dim)``.
+        batch: sequences.
+        length: tokens that fit.
+        dtype, device: of keys and values.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        *,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.length = length
+        self.used = 0
+        self.keys = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, d in shapes]
+        self.values = [torch.zeros_like(k) for k in self.keys]
+
+    def append(self, slot: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new tokens' keys and values of a layer and returns all of them so far.
+
+        Args:
+            slot: number of the attention layer.
+            k, v: ``[B, kv heads, L, head_dim]``.
+
+        Returns:
+            keys and values ``[B, kv heads, used + L, head_dim]``.
+
+        Raises:
+            UsageError: if they do not fit.
+        """
+        end = self.used + k.shape[2]
+        if end > self.length:
+            raise UsageError(f"the KV cache holds {self.length} tokens, {end} are needed")
+        self.keys[slot][:, :, self.used : end] = k
+        self.values[slot][:, :, self.used : end] = v
+        return self.keys[slot][:, :, :end], self.values[slot][:, :, :end]
+
+
+class ForwardContext:
+    """One forward pass over ``L`` new tokens.
+
+    Args:
+        length: new tokens.
+        device: where they are.
+        cache: of the tokens before them; None: there are none.
+
+    Attributes:
+        past: tokens before the new ones.
+        positions: ``[L]`` int64 positions of the new ones.
+    """
+
+    def __init__(self, length: int, device: torch.device, cache: KVCache | None = None) -> None:
+        self.cache = cache
+        self.past = cache.used if cache is not None else 0
+        self.length = length
+        self.positions = torch.arange(self.past, self.past + length, device=device)
+        self._made: dict[Hashable, object] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what `make` makes, made once per pass: layers of the same kind share it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]
+
+    def mask(self, window: int | None) -> tuple[torch.Tensor | None, bool]:
+        """Returns ``(mask, is_causal)`` for scaled dot product attention.
+
+        A query at position i sees keys at positions j with ``0 <= i - j`` and, with a window, ``i - j < window``.
+        The mask is ``[L, past + L]`` bool, True where it sees; None where `is_causal` says it all or all is seen.
+        """
+        total = self.past + self.length
+        narrow = window is not None and total > window
+        if not narrow and (self.past == 0 or self.length == 1):
+            return None, self.length > 1
+        return self.once(
+            ("mask", window if narrow else None), lambda: self._mask(total, window if narrow else None)
+        ), False
+
+    def _mask(self, total: int, window: int | None) -> torch.Tensor:
+        keys = torch.arange(total, device=self.positions.device)
+        distance = self.positions[:, None] - keys[None, :]
+        seen = distance >= 0
+        return seen if window is None else seen & (distance < window)

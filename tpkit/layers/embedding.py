@@ -1,0 +1,105 @@
+"""Token embedding and output head, divided by vocabulary rows. Uneven shares need no padded rows and no fake tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpkit.distributed.group import TensorParallel
+from tpkit.dtypes import torch_dtype
+from tpkit.layers.linear import ParallelLinear
+from tpkit.layers.sharded import Setting, Sharded, ShardedModule, sharded_alone
+from tpkit.layout import fused
+from tpkit.partition import Axis, Features, Side
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
+
+
+def _sides(rows: int, width: int, setting: Setting) -> tuple[Side, Side]:
+    axis = Axis(name="vocab", units=rows, divided=not setting.disable_tp)
+    return (Features(name="", axis=axis),), (Features(name="", unit=width),)
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """Looks up token ids; each rank holds a run of rows, and the ranks' results are added up.
+
+    Args:
+        num_embeddings: rows of the whole table.
+        embedding_dim: features of a row.
+        scale: multiplies what is looked up.
+        setting: see `Setting`; there is no bias.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None, **setting: Any) -> None:
+        how = Setting(**{"bias": False, **setting})
+        out, in_ = _sides(num_embeddings, embedding_dim, how)
+        super().__init__(sharded_alone(how, out, in_, (fused("", out),), embedding=True), how.place)
+        self.scale = scale
+
+    @classmethod
+    def of(cls, sharded: Sharded, tp: TensorParallel, scale: float | None = None) -> Self:
+        """Returns an embedding for a shard that is divided already."""
+        made = cls.__new__(cls)
+        ShardedModule.__init__(made, sharded, tp)
+        made.scale = scale
+        return made
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Looks up.
+
+        Args:
+            ids: ``[...]`` int64, each within the whole table.
+
+        Returns:
+            ``[..., width]``, the same on every rank.
+        """
+        layer = self.sharded.layer
+        ((start, stop),) = layer.bounds(layer.spec.out, self.sharded.rank)
+        assert self.quant_method is not None  # noqa: S101 - every embedding has one
+        if not self.out_divided:
+            y = self.quant_method.embedding(self, ids)
+        elif stop == start:
+            dtype = torch_dtype(self.sharded.dtype)
+            y = self.tp.all_reduce(torch.zeros(*ids.shape, self.in_features, dtype=dtype, device=ids.device))
+        else:
+            own = (ids >= start) & (ids < stop)
+            rows = self.quant_method.embedding(self, torch.where(own, ids - start, 0))
+            # a row of another rank gives zeros here, so that the sum is that rank's row, exactly
+            y = self.tp.all_reduce(torch.where(own.unsqueeze(-1), rows, 0))
+        return y if self.scale is None else y * self.scale
+
+
+class ParallelLMHead(ParallelLinear):
+    """Projects to logits; each rank computes a run of the vocabulary, and every rank gets all logits.
+
+    Args:
+        num_embeddings: rows of the whole vocabulary.
+        embedding_dim: features of the hidden state.
+        tied: an embedding whose shard it shares; nothing is then loaded for the head.
+        gather_output: give all logits on every rank; False: this rank's run.
+        setting: see `Setting`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        tied: VocabParallelEmbedding | None = None,
+        gather_output: bool = True,
+        **setting: Any,
+    ) -> None:
+        how = Setting(**{"bias": False, **setting})
+        if tied is not None:
+            super().__init__(tied.sharded, tied.tp, gather_output=gather_output, tied=tied)
+            return
+        out, in_ = _sides(num_embeddings, embedding_dim, how)
+        super().__init__(sharded_alone(how, out, in_, (fused("", out),)), how.place, gather_output=gather_output)
+
+    @classmethod
+    def of(cls, sharded: Sharded, tp: TensorParallel, **flags: Any) -> Self:
+        return super().of(sharded, tp, **{"gather_output": True, **flags})

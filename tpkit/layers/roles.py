@@ -1,0 +1,44 @@
+"""Base of modules whose children are found by role and registered under the description's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from tpkit.errors import PluginError
+from tpkit.layers.linear import ParallelLinear
+
+__all__ = ["RoleModule"]
+
+
+class RoleModule(nn.Module):
+    """A module with named children, each in a role. Parameter names follow the names, the code asks for roles.
+
+    Args:
+        children: role -> (name, module).
+    """
+
+    def __init__(self, children: Mapping[str, tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self._names: dict[str, str] = {}
+        for role, (name, module) in children.items():
+            self.add_module(name, module)
+            self._names[role] = name
+
+    def child(self, role: str) -> nn.Module | None:
+        """Returns the child in a role, or None."""
+        return self._modules[self._names[role]] if role in self._names else None
+
+    def projection(self, role: str) -> ParallelLinear:
+        """Returns the projection in a role.
+
+        Raises:
+            PluginError: if there is none, or a style plugin built something else.
+        """
+        found = self.child(role)
+        if not isinstance(found, ParallelLinear):
+            raise PluginError(
+                f"{type(self).__name__} needs a parallel projection as {role}, not {type(found).__name__}"
+            )
+        return found
