@@ -1,0 +1,67 @@
+"""Arguments that several commands take, and the description they mean. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpkit.spec.bound import BoundSpec
+
+__all__ = ["add_model_arguments", "config_of", "spec_of", "split_of"]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say which model is meant."""
+    parser.add_argument("description", help="a description: a path, or the name of an installed one (qwen3.yaml)")
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="folder or file with the weights")
+    parser.add_argument("--config", metavar="PATH", type=Path, help="config.json or its folder")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                        help="of the model; auto: the checkpoint's")  # fmt: skip
+    parser.add_argument("--tp-split", metavar="W,W,...", help="a weight per rank, for unequal devices")
+    parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], dest="overrides",
+                        help="override, e.g. config.num_hidden_layers=2 or tree.lm_head.disable_tp=true")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+
+
+def split_of(args: argparse.Namespace) -> list[float] | None:
+    """Returns the weights of ``--tp-split``."""
+    if args.tp_split is None:
+        return None
+    try:
+        return [float(word) for word in args.tp_split.split(",")]
+    except ValueError:
+        raise UsageError(f"--tp-split {args.tp_split}: numbers separated by commas are needed") from None
+
+
+def config_of(args: argparse.Namespace) -> Path | None:
+    """Returns where config.json is looked for; None: the description's defaults are meant."""
+    if args.config is not None:
+        return Path(args.config)
+    if args.checkpoint is None:
+        return None
+    checkpoint = Path(args.checkpoint)
+    return checkpoint if checkpoint.is_dir() else checkpoint.parent
+
+
+def spec_of(args: argparse.Namespace, config: Path | None) -> BoundSpec:
+    """Returns the bound description that the arguments mean."""
+    from tpkit.spec import load_spec
+
+    return load_spec(args.description, config=config, overrides=_overrides(args.overrides))
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    from tpkit.spec.yaml12 import scalar
+
+    found: dict[str, Any] = {}
+    for word in words:
+        path, equals, value = word.partition("=")
+        if not equals or not path:
+            raise UsageError(f"--set {word}: PATH=VALUE is needed")
+        found[path.strip()] = scalar(value.strip())
+    return found
