@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.families import Families
 from tests.ranks import Ranks
 
 
@@ -15,3 +16,9 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """Tiny checkpoints made with transformers, each once in a session. See tests/families.py."""
+    return Families(tmp_path_factory.getbasetemp() / "families")

@@ -24,9 +24,10 @@ from tpkit.errors import (
 )
 
 if TYPE_CHECKING:
+    from tpkit.building import build
     from tpkit.checkpoint.open import open_checkpoint
     from tpkit.generation import generate
-    from tpkit.model import Model, build
+    from tpkit.model import Model
     from tpkit.params import Blob, Fixed, Flat, In, LinearSpec, Out, ParamSpec, Segment
     from tpkit.planning import plan_model
     from tpkit.quant import QuantMethod, QuantOptions
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from tpkit.spec import load_spec
 
 _HOMES = {
+    "tpkit.building": ["build"],
     "tpkit.checkpoint.open": ["open_checkpoint"],
     "tpkit.generation": ["generate"],
-    "tpkit.model": ["Model", "build"],
+    "tpkit.model": ["Model"],
     "tpkit.params": ["Blob", "Fixed", "Flat", "In", "LinearSpec", "Out", "ParamSpec", "Segment"],
     "tpkit.planning": ["plan_model"],
     "tpkit.quant": ["QuantMethod", "QuantOptions"],

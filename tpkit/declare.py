@@ -97,6 +97,8 @@ class _Walk:
             sides = Sides(in_=_undivided(sides.in_), out=_undivided(sides.out))
         else:
             _check_style(node, style, sides)
+        if options.tied and options.bias:
+            raise SpecError(f"{node.where}: {node.path}: a projection that is tied has no bias of its own")
         return Declaration(
             node=node,
             style=node.word,
@@ -135,7 +137,7 @@ class _Walk:
         try:
             return self._forms(node, out)
         except ShardingError as cause:
-            raise SpecError(f"{node.where}: {node.path}: {cause}") from cause
+            raise SpecError(f"{node.where}: {node.path}: {cause.message}", hint=cause.hint) from cause
 
     def _forms(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
         """Stored apart where `packs` names the parts, or fused under the projection's own name."""
@@ -173,6 +175,12 @@ def _layout(node: Node, layout: Layout | None, side: Side) -> tuple[Sequence[str
             counts |= {"head": part.axis.units, "kv_head": part.axis.groups}
     if layout.per not in counts:
         raise ShardingError(f"per: {layout.per}; here it can be one of {', '.join(sorted(counts))}")
+    shared = [part.name for part in side if part.grouped and part.axis and part.axis.groups != part.axis.units]
+    if layout.per == "head" and shared:
+        raise ShardingError(
+            f"per: head, but {' and '.join(shared)} have {counts['kv_head']} heads for {counts['head']} query heads",
+            hint="rows that recur for each kv head, with its query heads, are per: kv_head",
+        )
     return layout.order, counts[layout.per]
 
 

@@ -6,6 +6,7 @@ Errors about values a caller passed are also ``ValueError``, so that plain Pytho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
@@ -20,6 +21,10 @@ __all__ = [
     "UsageError",
     "did_you_mean",
 ]
+
+
+#: findings that are printed under one heading; the rest is counted
+SHOWN = 20
 
 
 class TpkitError(Exception):
@@ -81,9 +86,10 @@ class LoadError(CheckpointError):
         text = [message]
         for heading, lines in self.groups.items():
             text.append(f"  {heading} ({len(lines)}):")
-            text.extend(f"    {line}" for line in lines[:20])
-            if len(lines) > 20:
-                text.append(f"    ... and {len(lines) - 20} more")
+            folded = _folded(lines)
+            text.extend(f"    {line}" for line in folded[:SHOWN])
+            if len(folded) > SHOWN:
+                text.append(f"    ... and {len(folded) - SHOWN} more kinds")
         super().__init__("\n".join(text), hint=hint)
 
 
@@ -97,6 +103,15 @@ class RankError(TpkitError):
     """Ranks that must agree do not, or another rank failed."""
 
     exit_code = 4
+
+
+def _folded(lines: Iterable[str]) -> list[str]:
+    """Says once what is said of many layers: findings that differ only in numbers between dots."""
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        said = line.partition(" (did you mean")[0]
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", said), []).append(line)
+    return [f"{same[0]} (and {len(same) - 1} more like it)" if len(same) > 1 else same[0] for same in alike.values()]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from tpkit.partition import Axis, Features, Side
 if TYPE_CHECKING:
     from torch import nn
 
-    from tpkit.model import BuildContext
+    from tpkit.making import BuildContext
 
 __all__ = ["Attention", "Declared", "Embedding", "Mlp", "ModuleType", "Options", "Role", "Sides"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import gcd, lcm
+from math import gcd, inf, lcm
 
 from tpkit.errors import ShardingError
 
@@ -131,7 +131,7 @@ def deal(units: int, ranks: int, *, granule: int = 1, weights: Sequence[float] |
     """
     if ranks < 1 or granule < 1:
         raise ShardingError(f"cannot deal {units} units to {ranks} ranks in granules of {granule}")
-    if weights is not None and (len(weights) != ranks or min(weights) <= 0):
+    if weights is not None and (len(weights) != ranks or not all(0 < w < inf for w in weights)):
         raise ShardingError(f"{len(weights)} weights {list(weights)} for {ranks} ranks: one positive weight per rank")
     grains = -(-units // granule)
     counts = _apportion(grains, [1.0] * ranks if weights is None else list(weights))

@@ -242,11 +242,17 @@ def _tied(tie: LayerSpec, by_path: Mapping[str, DividedLayer], spec: BoundSpec) 
         raise SpecError(f"{spec.source}: {tie.path} is tied to {tie.tied_to}, which holds no parameters")
     if (owner.spec.out, owner.spec.in_) != (tie.out, tie.in_):
         raise SpecError(
-            f"{spec.source}: {tie.path} is tied to {tie.tied_to}, but their sizes or styles differ: "
-            f"[{side_size(tie.out)}, {side_size(tie.in_)}] {tie.style} and "
-            f"[{side_size(owner.spec.out)}, {side_size(owner.spec.in_)}] {owner.spec.style}"
+            f"{spec.source}: {tie.path} is tied to {tie.tied_to}, but they are not alike: "
+            f"{_extent(tie)} and {_extent(owner.spec)}",
+            hint="a shared weight has one size, and is divided for both or for neither",
         )
     return owner
+
+
+def _extent(layer: LayerSpec) -> str:
+    divided = any(axis.divided for axis in layer.axes())
+    size = f"[{side_size(layer.out)}, {side_size(layer.in_)}]"
+    return f"{size} {layer.style}, {'divided over ranks' if divided else 'whole on every rank'}"
 
 
 def derived_checkpoint(plan: ModelPlan) -> Checkpoint:

@@ -224,8 +224,8 @@ def test_masks_show_the_past_and_no_more_than_the_window(window: int | None, pas
 
 def test_a_full_cache_says_how_many_tokens_it_holds() -> None:
     cache = KVCache([(1, 2)], batch=1, length=3, dtype=torch.float32)
-    with pytest.raises(UsageError, match="holds 3 tokens, 4 are needed"):
-        cache.append(0, torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))
+    with pytest.raises(UsageError, match="holds 3 tokens of 1 sequences; 4 of 1 are needed"):
+        cache.check(1, 4)
 
 
 def test_place_is_rank_and_size_together_or_a_group() -> None:

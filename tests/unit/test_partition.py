@@ -44,6 +44,8 @@ def test_a_weight_per_rank_serves_unequal_cards() -> None:
         ({"units": 4, "ranks": 2, "granule": 0}, "granules of 0"),
         ({"units": 4, "ranks": 2, "weights": [1.0]}, "1 weights"),
         ({"units": 4, "ranks": 2, "weights": [1.0, 0.0]}, "one positive weight per rank"),
+        ({"units": 4, "ranks": 2, "weights": [1.0, float("nan")]}, "one positive weight per rank"),
+        ({"units": 4, "ranks": 2, "weights": [1.0, float("inf")]}, "one positive weight per rank"),
     ],
 )
 def test_what_cannot_be_dealt_is_told(arguments: dict[str, int], said: str) -> None:

@@ -37,11 +37,11 @@ class DummyReader:
         pieces = []
         for block in range(rows.start // ROWS, (rows.stop - 1) // ROWS + 1):
             first, last = block * ROWS, min(shape[0], (block + 1) * ROWS)
-            wanted = [row - first for row in rows.indices() if first <= row < last]
-            if not wanted:
+            wanted = _within(rows, first, last)
+            if not wanted.count:
                 continue
             made = torch.randn(last - first, *shape[1:], generator=self._generator(name, block)) * 0.02 + mean
-            pieces.append(made[wanted[0] : wanted[-1] + 1 : rows.step][columns])
+            pieces.append(made[wanted.start - first : wanted.stop - first : wanted.step][columns])
         return torch.cat(pieces).to(torch_dtype(stored.dtype))
 
     def _generator(self, name: str, block: int) -> torch.Generator:
@@ -50,3 +50,10 @@ class DummyReader:
 
     def close(self) -> None:
         pass
+
+
+def _within(run: Run, first: int, last: int) -> Run:
+    """Returns the indices of a run from `first` up to, not including, `last`."""
+    below = max(0, -(-(first - run.start) // run.step))
+    up_to = min(run.count, -(-(last - run.start) // run.step))
+    return Run(run.start + below * run.step, max(0, up_to - below), run.step)

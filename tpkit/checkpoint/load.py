@@ -16,7 +16,7 @@ from tpkit.checkpoint.plan import LoadPlan, Transfer, choose_form, plan_load
 from tpkit.checkpoint.reader import MappedReader, Reader
 from tpkit.checkpoint.stored import Checkpoint, Stored
 from tpkit.division import DividedLayer, with_form
-from tpkit.dtypes import dtype_name
+from tpkit.dtypes import FLOATS, dtype_name
 from tpkit.errors import CheckpointError, LoadError
 from tpkit.layout import Run, Source
 
@@ -108,11 +108,23 @@ def _copy(transfer: Transfer, parameter: torch.Tensor, reader: Reader, memory: A
         goal = target if rows is None else target[rows[0] : rows[1]]
         if piece.numel() != goal.numel():  # a plain assignment would broadcast
             raise CheckpointError(
-                f"{transfer.tensor}: {tuple(piece.shape)} read for {tuple(goal.shape)} of {transfer.layer}"
+                f"{transfer.tensor}: {list(piece.shape)} read for {list(goal.shape)} of {transfer.layer}"
             )
         goal.copy_(piece.reshape(goal.shape))
+        _check_range(transfer, piece, goal)
         if memory is not None:
             memory.sample()
+
+
+def _check_range(transfer: Transfer, piece: torch.Tensor, goal: torch.Tensor) -> None:
+    """float16 ends at 65504: a wider type's value beyond that would become infinite without a word."""
+    narrows = goal.dtype == torch.float16 and piece.dtype != torch.float16
+    if narrows and not bool(goal.isfinite().all()) and bool(piece.isfinite().all()):
+        raise CheckpointError(
+            f"{transfer.tensor} in {transfer.stored.file.name} has values up to {float(piece.abs().max()):.6g}, "
+            f"float16 ends at {torch.finfo(torch.float16).max:g}",
+            hint="build it in bfloat16 or float32",
+        )
 
 
 def _chunks(transfer: Transfer) -> Iterable[tuple[Sequence[Run], tuple[int, int] | None]]:
@@ -214,26 +226,38 @@ def _relative(form: tuple[Source, ...]) -> tuple[Source, ...]:
 def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fills parameters from tensors that are this rank's already: each goes to the box its source has in them."""
     left = dict(tensors)
-    groups: dict[str, list[str]] = {"missing": [], "wrong shape": [], "not in the layer": []}
+    groups: dict[str, list[str]] = {"missing": [], "wrong shape": [], "wrong type": [], "not in the layer": []}
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, _ in layer.spec.params:
-        held = _parameter({layer.spec.path: module}, layer.spec.path, name)
+    for name, spec in layer.spec.params:
         for index, source in enumerate(layer.form):
-            boxes = [c.target for c in layer.geometry.local[module.sharded.rank][name].copies if c.source == index]
-            spans = [(min(r.start for r in runs), max(r.stop for r in runs)) for runs in zip(*boxes, strict=True)]
-            goal = held[tuple(slice(a, b) for a, b in spans)]
-            piece = left.pop(source.tensor(name), None)
+            tensor, goal = source.tensor(name), _piece_of(module, layer, name, index)
+            piece = left.pop(tensor, None)
             if piece is None:
-                groups["missing"].append(source.tensor(name))
-            elif [n for n in piece.shape if n != 1] != [n for n in goal.shape if n != 1]:
-                line = (
-                    f"{source.tensor(name)} is {list(piece.shape)}, rank {module.sharded.rank} holds {list(goal.shape)}"
-                )
-                groups["wrong shape"].append(line)
-            else:
-                writes.append((goal, piece))
+                groups["missing"].append(tensor)
+                continue
+            if [n for n in piece.shape if n != 1] != [n for n in goal.shape if n != 1] and (
+                piece.numel() or goal.numel()
+            ):
+                held = f"rank {module.sharded.rank} holds {list(goal.shape)}"
+                groups["wrong shape"].append(f"{tensor} is {list(piece.shape)}, {held}")
+            stored = dtype_name(piece.dtype)
+            if stored != spec.dtype and not {stored, spec.dtype} <= FLOATS:
+                groups["wrong type"].append(f"{tensor} is {stored}, the layer holds {spec.dtype}")
+            writes.append((goal, piece))
     groups["not in the layer"] = sorted(left)
     if any(groups.values()):
         raise LoadError(f"{layer.spec.path or type(module).__name__} cannot take these pieces", groups)
     for goal, piece in writes:
         goal.copy_(piece.reshape(goal.shape))
+
+
+def _piece_of(module: ShardedModule, layer: DividedLayer, name: str, index: int) -> torch.Tensor:
+    """Returns the part of a parameter that one source fills on this rank."""
+    held = _parameter({layer.spec.path: module}, layer.spec.path, name)
+    copies = layer.geometry.local[module.sharded.rank][name].copies
+    boxes = [copy.target for copy in copies if copy.source == index]
+    if not boxes:  # this rank got nothing of it
+        return held.new_empty(0)
+    return held[
+        tuple(slice(min(r.start for r in runs), max(r.stop for r in runs)) for runs in zip(*boxes, strict=True))
+    ]

@@ -24,6 +24,8 @@ def open_checkpoint(path: str | os.PathLike[str], registry: Registry | None = No
     """
     registry = registry or Registry.default()
     path = Path(path)
+    if path.name.endswith(".index.json"):
+        path = path.parent  # an index stands for its folder
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: there is no such file or folder")
     names = registry.names("checkpoint format")

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
+from tpkit.checkpoint.findings import Findings, check_header, missing_line
 from tpkit.checkpoint.stored import Checkpoint, Stored, listed, matcher
 from tpkit.division import DividedLayer
-from tpkit.dtypes import FLOATS, itemsize
-from tpkit.errors import LoadError, SpecError, did_you_mean
+from tpkit.dtypes import itemsize
+from tpkit.errors import SpecError, did_you_mean
 from tpkit.geometry import Box, stored_shape
 from tpkit.layout import LayerSpec, Source
-from tpkit.params import ParamSpec
 from tpkit.partition import side_size
 
 __all__ = ["LoadPlan", "Transfer", "choose_form", "plan_load"]
@@ -153,44 +152,21 @@ def plan_load(
         SpecError: an ignore rule that covers a declared parameter.
     """
     plan = LoadPlan(layers=layers, ties=ties, ranks=ranks, checkpoint=checkpoint)
-    findings = _Findings()
+    findings = Findings()
     for layer in layers:
         findings.ledger(layer)
     if checkpoint is not None:
         used: set[str] = set()
         for layer in layers:
             used |= _match_layer(plan, layer, checkpoint, findings)
-        used |= _match_ties(plan, ties, checkpoint)
+        used |= _match_ties(plan, ties, checkpoint, findings)
+        findings.hint = _untied(layers, checkpoint)
         _match_rest(plan, layers, checkpoint, used, ignore, findings, description)
     findings.raise_if_any(checkpoint.path if checkpoint else None, description)
     return plan
 
 
-class _Findings:
-    """Everything that is wrong, under headings."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, list[str]] = {}
-        self.hint: str | None = None
-
-    def add(self, group: str, line: str) -> None:
-        self.groups.setdefault(group, []).append(line)
-
-    def ledger(self, layer: DividedLayer) -> None:
-        path = layer.spec.path
-        for rank, name, missing, doubled in layer.geometry.gaps:
-            line = f"{path}.{name} on rank {rank}: {missing} elements not written, {doubled} written more than once"
-            self.add("not written exactly once", line)
-        for (index, name), count in layer.geometry.unread.items():
-            self.add("read by no rank", f"{count} elements of {layer.form[index].tensor(name)}")
-
-    def raise_if_any(self, path: Path | None, description: str) -> None:
-        if self.groups:
-            where = f"{path} does not fit {description}" if path else f"{description} cannot be planned"
-            raise LoadError(where, self.groups, hint=self.hint)
-
-
-def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, findings: _Findings) -> set[str]:
+def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> set[str]:
     """Matches one layer's parameters with stored tensors; returns the tensors it uses."""
     used: set[str] = set()
     spec = layer.spec
@@ -202,7 +178,7 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
             stored = checkpoint.tensors.get(tensor)
             if stored is None:
                 if param.default is None:
-                    findings.add("missing", _missing(tensor, spec, checkpoint))
+                    findings.add("missing", missing_line(tensor, spec, checkpoint, near=findings.shown("missing")))
                 elif (spec.path, name, param.default) not in plan.defaults:
                     plan.defaults.append((spec.path, name, param.default))
                 continue
@@ -210,14 +186,14 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
             if any(dim.along == "blob" for dim in param.dims):
                 plan.blobs.extend((spec.path, name, segment, tensor) for segment, _ in source.views)
                 continue
-            _check_header(tensor, stored, param, stored_shape(param, source, in_size), findings, spec)
+            check_header(tensor, stored, param, stored_shape(param, source, in_size), findings, spec)
             if stored.dtype != param.dtype:
                 key = (stored.dtype, param.dtype)
                 plan.conversions[key] = plan.conversions.get(key, 0) + 1
     return used
 
 
-def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: _Findings) -> None:
+def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> None:
     found = [[source.name for source in form if checkpoint.holds(source.name)] for form in layer.spec.forms]
     found = [names for names in found if names]
     if len(found) > 1:
@@ -225,48 +201,32 @@ def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: _Findings
         findings.add("stored both fused and apart", f"{layer.spec.path}: {names}; one of them must go")
 
 
-def _missing(tensor: str, spec: LayerSpec, checkpoint: Checkpoint) -> str:
-    stem, _, last = tensor.rpartition(".")
-    seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
-    beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, checkpoint.tensors)
-    return f"{tensor} (for {spec.path}.{last}){beside}"
-
-
-def _check_header(
-    tensor: str, stored: Stored, param: ParamSpec, shape: tuple[int, ...], findings: _Findings, spec: LayerSpec
-) -> None:
-    wanted = tuple(reversed(shape)) if param.transposed else shape
-    if _squeezed(stored.shape) != _squeezed(wanted):
-        hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
-        findings.add(
-            "wrong shape",
-            f"{tensor} is {list(stored.shape)} in {stored.file.name}, {spec.path} needs {list(wanted)}{hint}",
-        )
-    if stored.dtype != param.dtype and not {stored.dtype, param.dtype} <= FLOATS:
-        findings.add(
-            "wrong type",
-            f"{tensor} is {stored.dtype} in {stored.file.name}, {spec.path} holds {param.dtype}: "
-            "these are not the same values in another type; name the quant method that stored them",
-        )
-
-
-def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(n for n in shape if n != 1)
-
-
-def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoint) -> set[str]:
+def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoint, findings: Findings) -> set[str]:
     """A tied layer's own tensor may be stored all the same: then it must prove equal to what it shares."""
     by_path = {layer.spec.path: layer for layer in plan.layers}
     used: set[str] = set()
     for tie in ties:
         owner = by_path[tie.tied_to or ""]
         stem = tie.forms[0][0].name
-        for name, _ in owner.spec.params:
+        for name, param in owner.spec.params:
             tensor, twin = f"{stem}.{name}", owner.form[0].tensor(name)
             if tensor in checkpoint.tensors and twin in checkpoint.tensors:
+                shape = stored_shape(param, owner.form[0], side_size(owner.spec.in_))
+                check_header(tensor, checkpoint.tensors[tensor], param, shape, findings, tie)
                 plan.equal.append((tensor, tie, owner))
                 used.add(tensor)
     return used
+
+
+def _untied(layers: Sequence[DividedLayer], checkpoint: Checkpoint) -> str | None:
+    """Returns a hint where a head is not stored, but an embedding of its size is."""
+    vocab = [layer for layer in layers if layer.spec.style == "vocab"]
+    stored = {(layer.spec.out, layer.spec.in_): layer for layer in vocab if checkpoint.holds(layer.form[0].name)}
+    for layer in vocab:
+        twin = stored.get((layer.spec.out, layer.spec.in_))
+        if twin is not None and not checkpoint.holds(layer.form[0].name):
+            return f"if {layer.spec.path} shares the weight of {twin.spec.path}, set tie_word_embeddings to true"
+    return None
 
 
 def _match_rest(
@@ -275,7 +235,7 @@ def _match_rest(
     checkpoint: Checkpoint,
     used: set[str],
     ignore: Sequence[str],
-    findings: _Findings,
+    findings: Findings,
     description: str,
 ) -> None:
     rules = [(rule, matcher(rule)) for rule in ignore]
@@ -285,6 +245,7 @@ def _match_rest(
         covered = [name for name in parameters if pattern.fullmatch(name)]
         if covered:
             raise SpecError(f"{description}: the ignore rule {rule!r} covers declared parameters: {listed(covered)}")
+    absent = [name for name in parameters if name not in checkpoint.tensors]
     for name, stored in checkpoint.tensors.items():
         if name in used:
             continue
@@ -295,5 +256,5 @@ def _match_rest(
         elif last == "bias" and stem in biasless:
             plan.zero.append(name)
         else:
-            near = did_you_mean(name, [p for p in parameters if p not in checkpoint.tensors])
+            near = did_you_mean(name, absent) if findings.shown("not in the description") else ""
             findings.add("not in the description", f"{name} {stored.dtype} {list(stored.shape)}{near}")

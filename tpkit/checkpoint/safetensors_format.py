@@ -113,6 +113,23 @@ def _headers(files: list[Path], weight_map: Mapping[str, str]) -> dict[str, Stor
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
+    try:
+        size, begin, content = _parse(file)
+    except OSError as cause:
+        raise CheckpointError(f"{file} cannot be read: {cause.strerror or cause}") from cause
+    tensors: dict[str, Stored] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in content.items():
+        if name != "__metadata__":
+            stored, end = _entry(file, name, entry, begin)
+            tensors[name] = stored
+            spans.append((stored.begin, end, name))
+    _check_spans(file, size, begin, sorted(spans))
+    return tensors
+
+
+def _parse(file: Path) -> tuple[int, int, dict[str, Any]]:
+    """Returns a file's size, where its data begins, and its header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -125,16 +142,7 @@ def _read_header(file: Path) -> dict[str, Stored]:
                 raise ValueError("it is not a mapping")
         except (ValueError, RecursionError) as cause:
             raise CheckpointError(f"{file}: the header is not readable: {cause}") from cause
-    begin = 8 + length
-    tensors: dict[str, Stored] = {}
-    spans: list[tuple[int, int, str]] = []
-    for name, entry in content.items():
-        if name != "__metadata__":
-            stored, end = _entry(file, name, entry, begin)
-            tensors[name] = stored
-            spans.append((stored.begin, end, name))
-    _check_spans(file, size, begin, sorted(spans))
-    return tensors
+    return size, 8 + length, content
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def _argv(args: argparse.Namespace) -> list[str]:
 def _rank(args: argparse.Namespace, several: bool) -> int:
     import torch
 
+    from tpkit.building import build
     from tpkit.distributed.group import init_from_env, shutdown
-    from tpkit.model import build
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

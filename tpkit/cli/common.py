@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpkit.errors import UsageError
+from tpkit.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from tpkit.spec.bound import BoundSpec
@@ -45,6 +45,8 @@ def config_of(args: argparse.Namespace) -> Path | None:
     if args.checkpoint is None:
         return None
     checkpoint = Path(args.checkpoint)
+    if not checkpoint.exists():
+        raise CheckpointError(f"no checkpoint at {checkpoint}: there is no such file or folder")
     return checkpoint if checkpoint.is_dir() else checkpoint.parent
 
 

@@ -7,13 +7,13 @@ from tpkit.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpkit.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
-    ParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
 )
 from tpkit.layers.mlp import Mlp
 from tpkit.layers.norm import RMSNorm
+from tpkit.layers.parallel import ParallelLinear
 from tpkit.layers.rotary import Rotary
 from tpkit.layers.sharded import Sharded, ShardedModule
 

@@ -13,7 +13,7 @@ from tpkit.layers.context import ForwardContext
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
-    from tpkit.model import BuildContext
+    from tpkit.making import BuildContext
     from tpkit.modules import AttentionOptions
 
 __all__ = ["Attention"]

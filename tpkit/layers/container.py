@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from tpkit.layers.context import ForwardContext
+from tpkit.layers.embedding import ParallelLMHead
 from tpkit.spec.bound import Step
 
 __all__ = ["Container", "run"]
 
 
 def run(module: nn.Module, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-    """Calls a module, with the context if it takes one."""
+    """Calls a module as it wants to be called: repeated ones in order, with the context those that take it."""
+    if isinstance(module, nn.ModuleList):
+        for each in module:
+            x = run(each, x, context)
+        return x
+    if context.last_only and isinstance(module, ParallelLMHead):
+        x = x[:, -1:]
     return module(x, context) if getattr(module, "takes_context", False) else module(x)  # type: ignore[no-any-return]
 
 
@@ -34,19 +39,12 @@ class Container(nn.Module):
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Runs the steps on ``x``."""
         if self.steps is None:
-            for child in self._in_order():
+            for child in self.children():
                 x = run(child, x, context)
             return x
         for step in self.steps:
             x = self._step(step, x, context)
         return x
-
-    def _in_order(self) -> Iterator[nn.Module]:
-        for child in self.children():
-            if isinstance(child, nn.ModuleList):
-                yield from child
-            else:
-                yield child
 
     def _step(self, step: Step, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         total: torch.Tensor | None = None

@@ -33,10 +33,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
-        self.length = length
+        self.batch, self.length = batch, length
         self.used = 0
         self.keys = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, d in shapes]
         self.values = [torch.zeros_like(k) for k in self.keys]
+
+    def check(self, batch: int, length: int) -> None:
+        """Says whether new tokens fit, on every rank alike: one without kv heads would otherwise not notice, and wait.
+
+        Raises:
+            UsageError: if they do not.
+        """
+        if batch != self.batch or self.used + length > self.length:
+            raise UsageError(
+                f"the KV cache holds {self.length} tokens of {self.batch} sequences; "
+                f"{self.used + length} of {batch} are needed"
+            )
 
     def append(self, slot: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the new tokens' keys and values of a layer and returns all of them so far.
@@ -47,13 +59,8 @@ class KVCache:
 
         Returns:
             keys and values ``[B, kv heads, used + L, head_dim]``.
-
-        Raises:
-            UsageError: if they do not fit.
         """
         end = self.used + k.shape[2]
-        if end > self.length:
-            raise UsageError(f"the KV cache holds {self.length} tokens, {end} are needed")
         self.keys[slot][:, :, self.used : end] = k
         self.values[slot][:, :, self.used : end] = v
         return self.keys[slot][:, :, :end], self.values[slot][:, :, :end]
@@ -66,16 +73,20 @@ class ForwardContext:
         length: new tokens.
         device: where they are.
         cache: of the tokens before them; None: there are none.
+        last_only: logits are wanted of the last new token alone.
 
     Attributes:
         past: tokens before the new ones.
         positions: ``[L]`` int64 positions of the new ones.
     """
 
-    def __init__(self, length: int, device: torch.device, cache: KVCache | None = None) -> None:
+    def __init__(
+        self, length: int, device: torch.device, cache: KVCache | None = None, *, last_only: bool = False
+    ) -> None:
         self.cache = cache
         self.past = cache.used if cache is not None else 0
         self.length = length
+        self.last_only = last_only
         self.positions = torch.arange(self.past, self.past + length, device=device)
         self._made: dict[Hashable, object] = {}
 

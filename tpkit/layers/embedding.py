@@ -8,7 +8,7 @@ import torch
 
 from tpkit.distributed.group import TensorParallel
 from tpkit.dtypes import torch_dtype
-from tpkit.layers.linear import ParallelLinear
+from tpkit.layers.parallel import ParallelLinear
 from tpkit.layers.sharded import Setting, Sharded, ShardedModule, sharded_alone
 from tpkit.layout import fused
 from tpkit.partition import Axis, Features, Side
@@ -38,14 +38,14 @@ class VocabParallelEmbedding(ShardedModule):
         how = Setting(**{"bias": False, **setting})
         out, in_ = _sides(num_embeddings, embedding_dim, how)
         super().__init__(sharded_alone(how, out, in_, (fused("", out),), embedding=True), how.place)
-        self.scale = scale
+        self.output_scale = scale
 
     @classmethod
     def of(cls, sharded: Sharded, tp: TensorParallel, scale: float | None = None) -> Self:
         """Returns an embedding for a shard that is divided already."""
         made = cls.__new__(cls)
         ShardedModule.__init__(made, sharded, tp)
-        made.scale = scale
+        made.output_scale = scale
         return made
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(ShardedModule):
             rows = self.quant_method.embedding(self, torch.where(own, ids - start, 0))
             # a row of another rank gives zeros here, so that the sum is that rank's row, exactly
             y = self.tp.all_reduce(torch.where(own.unsqueeze(-1), rows, 0))
-        return y if self.scale is None else y * self.scale
+        return y if self.output_scale is None else y * self.output_scale
 
 
 class ParallelLMHead(ParallelLinear):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
-    from tpkit.model import BuildContext
+    from tpkit.making import BuildContext
     from tpkit.modules import MlpOptions
 
 __all__ = ["ACTIVATIONS", "Mlp"]

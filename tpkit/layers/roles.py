@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpkit.errors import PluginError
-from tpkit.layers.linear import ParallelLinear
+from tpkit.layers.parallel import ParallelLinear
 
 __all__ = ["RoleModule"]
 

@@ -1,0 +1,124 @@
+"""Modules of nodes: the tree of a description, each node made with this rank's shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tpkit.distributed.group import TensorParallel
+from tpkit.errors import PluginError, SpecError
+from tpkit.layers.container import Container
+from tpkit.layers.norm import RMSNorm
+from tpkit.layers.rotary import Rotary
+from tpkit.layers.sharded import Sharded, ShardedModule
+from tpkit.planning import ModelPlan
+from tpkit.registry import Registry
+from tpkit.spec.bound import Node
+
+if TYPE_CHECKING:
+    from tpkit.modules import RopeOptions
+
+__all__ = ["BuildContext", "Maker"]
+
+
+@dataclass
+class BuildContext:
+    """What module types may ask for while they are built.
+
+    Attributes:
+        tp: this rank's place.
+        device: where parameters live.
+        own: the shard of the module's own parameters, if it declared any.
+    """
+
+    tp: TensorParallel
+    device: torch.device
+    own: Sharded | None = None
+    cache_shapes: list[tuple[int, int]] = field(default_factory=list)
+    _rotaries: dict[object, Rotary] = field(default_factory=dict)
+
+    def own_shard(self) -> Sharded:
+        """Returns the shard of the module's own parameters.
+
+        Raises:
+            PluginError: if the module type declared no sides of its own ("").
+        """
+        if self.own is None:
+            raise PluginError("a module type asks for its own shard, but declares no side ''")
+        return self.own
+
+    def cache_slot(self, kv_heads: int, head_dim: int) -> int:
+        """Reserves a place in the KV cache for this rank's kv heads and returns its number."""
+        self.cache_shapes.append((kv_heads, head_dim))
+        return len(self.cache_shapes) - 1
+
+    def rotary(self, options: RopeOptions, head_dim: int) -> Rotary:
+        """Returns the rotary embedding for these options; layers with the same share one."""
+        key = (options.model_dump_json(), head_dim)
+        if key not in self._rotaries:
+            self._rotaries[key] = Rotary(
+                int(head_dim * options.partial),
+                options.theta,
+                pairs=options.pairs,
+                scaling=options.scaling,
+                device=self.device,
+            )
+        return self._rotaries[key]
+
+
+class Maker:
+    """Makes modules of nodes, with this rank's shards."""
+
+    def __init__(self, plan: ModelPlan, tp: TensorParallel, device: torch.device, registry: Registry) -> None:
+        self.plan, self.tp, self.registry = plan, tp, registry
+        self.context = BuildContext(tp=tp, device=device)
+        self.made: dict[str, ShardedModule] = {}
+
+    def make(self, node: Node) -> nn.Module:
+        if node.kind == "repeat":
+            return nn.ModuleList(self.make(child) for child in node.children)
+        if node.kind == "container":
+            container = Container(node.forward)
+            for child in node.children:
+                container.add_module(child.name, self.make(child))
+            return container
+        if node.kind == "projection":
+            return self._keep(node, self._projection(node))
+        if node.kind == "norm":
+            return self._keep(node, RMSNorm.of(self._sharded(node), self.tp, node.options.eps))
+        return self._module(node)
+
+    def _module(self, node: Node) -> nn.Module:
+        children = {child.role: (child.name, self.make(child)) for child in node.children}
+        self.context.own = self._sharded(node) if node.path in self.plan.layers else None
+        built: nn.Module = self.registry.load("module", node.word).build(node.options, children, self.context)
+        return self._keep(node, built) if isinstance(built, ShardedModule) else built
+
+    def _projection(self, node: Node) -> nn.Module:
+        options = node.options
+        flags: dict[str, Any] = {"scale": options.scale, "softcap": options.softcap}
+        if options.tied:
+            if options.tied.to not in self.made:
+                raise SpecError(
+                    f"{node.where}: {node.path} is tied to {options.tied.to}, which must be written before it"
+                )
+            flags["tied"] = self.made[options.tied.to]
+        built: nn.Module = self.registry.load("style", node.word).build(self._sharded(node), self.tp, **flags)
+        return built
+
+    def _sharded(self, node: Node) -> Sharded:
+        return Sharded(
+            layer=self.plan.layers[node.path],
+            rank=self.tp.rank,
+            method=self.plan.methods.get(node.path),
+            device=self.context.device,
+            dtype=self.plan.dtype,
+        )
+
+    def _keep(self, node: Node, module: nn.Module) -> nn.Module:
+        if isinstance(module, ShardedModule):
+            self.made[node.path] = module
+        return module
