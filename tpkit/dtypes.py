@@ -54,6 +54,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns torch's object of a dtype."""
     import torch
 
-    found = getattr(torch, dtype_name(dtype))
-    assert isinstance(found, torch.dtype)  # noqa: S101 - ITEMSIZE holds names of torch's dtypes only
+    found = getattr(torch, dtype_name(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no {dtype_name(dtype)}", hint="install a newer torch")
     return found

@@ -207,13 +207,18 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
         for name, t in tensors.items()
     }
     checkpoint = Checkpoint(Path(path or type(module).__name__), headers)
-    spec = replace(module.sharded.layer.spec, forms=tuple(map(_relative, module.sharded.layer.spec.forms)))
-    layer = with_form(module.sharded.layer, spec, choose_form(spec.forms, checkpoint))
-    plan = plan_load([layer], [], module.tp.size, None if pieces else checkpoint, description=type(module).__name__)
+    spec = module.sharded.layer.spec
+    named = replace(spec, forms=tuple(map(_relative, spec.forms)))
+    form = choose_form(named.forms, checkpoint)
+    layer = with_form(module.sharded.layer, named, form)
+    stored_as = replace(layer, spec=spec, form=spec.forms[named.forms.index(form)])
     if pieces:
+        module.adopt(stored_as)
         _fill_pieces(module, layer, tensors)
-    else:
-        load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
+        return
+    plan = plan_load([layer], [], module.tp.size, checkpoint, description=type(module).__name__)
+    module.adopt(stored_as)
+    load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
 
 
 def _relative(form: tuple[Source, ...]) -> tuple[Source, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -144,6 +144,17 @@ class ShardedModule(nn.Module):
     def output_offsets(self) -> list[int]:
         """Where each segment begins in this rank's output."""
         return [sum(self.out_sizes[:n]) for n in range(len(self.out_sizes))]
+
+    def adopt(self, layer: DividedLayer) -> None:
+        """Takes the layer as it is stored in another form: packed words and blocks may lie otherwise in this shard."""
+        before, self.sharded = self.sharded.layer, replace(self.sharded, layer=layer)
+        rank = self.sharded.rank
+        for name, _ in layer.spec.params:
+            shape = layer.geometry.local[rank][name].shape
+            if shape != before.geometry.local[rank][name].shape:
+                held: torch.Tensor = getattr(self, name)
+                made = torch.empty(shape, dtype=held.dtype, device=held.device)
+                self.register_parameter(name, nn.Parameter(made, requires_grad=False))
 
     def load(self, tensors: Mapping[str, torch.Tensor], *, sharded: bool = False) -> None:
         """Fills the parameters through the loader's own plan.
