@@ -16,9 +16,9 @@ from itertools import product
 from math import prod
 
 from tpkit.errors import PluginError
-from tpkit.layout import Run, Source, View, join
+from tpkit.layout import Run, Source, join
 from tpkit.params import Dim, ParamSpec
-from tpkit.partition import Features, Share, Side, side_size
+from tpkit.partition import Share, Side, side_size
 
 __all__ = ["Box", "LocalCopy", "LocalParam", "Shares", "block_of_element", "localize", "stored_shape"]
 
@@ -210,13 +210,3 @@ def block_of_element(
         found.extend((local[i // dim.per], i % dim.per) for run in runs for i in run.indices())
         base += len(local)
     return found
-
-
-def contiguous(size: int) -> View:
-    """Returns the view of a segment that is a whole dimension."""
-    return View(0, (size,), (1,))
-
-
-def single(name: str, size: int) -> tuple[Features, ...]:
-    """Returns an undivided side of one unnamed segment."""
-    return (Features(name=name, unit=size),)

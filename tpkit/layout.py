@@ -6,7 +6,7 @@ one primitive, a strided view of one dimension of a stored tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -175,8 +175,3 @@ class LayerSpec:
     def axes(self) -> set[Axis]:
         """Returns the axes that its sides lie on."""
         return {part.axis for part in (*self.out, *self.in_) if part.axis is not None}
-
-    @property
-    def views(self) -> Mapping[str, Source]:
-        """Segment -> source, for the first form."""
-        return {part: source for source in self.forms[0] for part, _ in source.views}

@@ -229,8 +229,3 @@ def granules_of(axis: Axis, blocks: Sequence[tuple[Features, int, bool]]) -> tup
     everything = lcm(*(in_units(segment, per) for segment, per, _ in blocks))
     words = lcm(*(in_units(segment, per) for segment, per, is_word in blocks if is_word))
     return tuple(dict.fromkeys((everything, words)))
-
-
-def sizes_of(side: Side, shares: Sequence[Share | None]) -> list[int]:
-    """Returns the local sizes of a side's segments, given the share of each segment's axis."""
-    return [stop - start for start, stop in (s.bounds(h) for s, h in zip(side, shares, strict=True))]

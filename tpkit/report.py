@@ -131,6 +131,10 @@ def _notes(load: LoadPlan) -> Iterable[str]:
         rules = sorted({rule for rule, _ in load.ignored.values()})
         dropped = sum(size for _, size in load.ignored.values())
         yield f"left out by ignore rules {', '.join(rules)}: {len(load.ignored)} tensors, {human(dropped)}"
+    if load.checkpoint is not None and load.checkpoint.total_size is not None:
+        total = sum(stored.nbytes for stored in load.checkpoint.tensors.values())
+        if total != load.checkpoint.total_size:
+            yield f"the index states {load.checkpoint.total_size} bytes, the tensors in its files have {total}"
     if load.zero:
         yield f"biases not in the description, accepted if they are all zero: {len(load.zero)} ({load.zero[0]}, ...)"
     for tensor, tie, _ in load.equal:
