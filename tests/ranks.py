@@ -193,18 +193,24 @@ def _serve(connection: Connection, port: int) -> None:
             message = connection.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             return
-        _one_run(connection, store, message)
+        if not _one_run(connection, store, message):
+            return  # what is left of a world that was never whole would spoil the next one
 
 
-def _one_run(connection: Connection, store: Any, message: bytes) -> None:
+def _one_run(connection: Connection, store: Any, message: bytes) -> bool:
+    """Runs one function in a world of its own; returns whether this rank was ever in that world."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    rank = -1
+    rank, joined = -1, False
     try:
         run, rank, size, fn, args = pickle.loads(message)
         world = PrefixStore(run, store)
         dist.init_process_group("gloo", store=world, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+        # A quick rank whose function talks to nobody could leave while another is still connecting to it.
+        world.set(f"joined{rank}", "")
+        world.wait([f"joined{other}" for other in range(size)], timedelta(seconds=PATIENCE))
+        joined = True
         outcome = Outcome(rank, fn(*args), None, "")
         answer = pickle.dumps(outcome)
     except BaseException as error:
@@ -213,3 +219,4 @@ def _one_run(connection: Connection, store: Any, message: bytes) -> None:
     connection.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()
+    return joined

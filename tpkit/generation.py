@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from math import inf
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tpkit.errors import CheckpointError, UsageError
 from tpkit.model import Model
 
-__all__ = ["eos_ids", "generate"]
+__all__ = ["check_request", "eos_ids", "generate"]
 
 
 def generate(
@@ -44,11 +45,7 @@ def generate(
     Raises:
         UsageError: for an empty prompt or numbers that make no sense.
     """
-    if not prompt_ids or max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
-        raise UsageError(
-            f"a prompt of {len(prompt_ids)} tokens, {max_new_tokens} new ones, temperature {temperature}, "
-            f"top_p {top_p}: at least one token each, temperature 0 or more, top_p above 0 up to 1"
-        )
+    check_request(prompt_ids, max_new_tokens, temperature, top_p)
     cache = model.new_cache(1, len(prompt_ids) + max_new_tokens)
     draws = torch.Generator().manual_seed(seed)
     new: list[int] = []
@@ -63,6 +60,19 @@ def generate(
                 break
             ids = torch.tensor([[token]], dtype=torch.int64, device=model.device)
     return new
+
+
+def check_request(prompt_ids: list[int], max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Checks what `generate` is asked for.
+
+    Raises:
+        UsageError: for an empty prompt or numbers that make no sense.
+    """
+    if not prompt_ids or max_new_tokens < 1 or not 0 <= temperature < inf or not 0 < top_p <= 1:
+        raise UsageError(
+            f"a prompt of {len(prompt_ids)} tokens, {max_new_tokens} new ones, temperature {temperature}, "
+            f"top_p {top_p}: at least one token each, temperature 0 or more, top_p above 0 up to 1"
+        )
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_p: float, draws: torch.Generator) -> int:

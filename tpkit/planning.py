@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tpkit.checkpoint.plan import LoadPlan, choose_form, plan_load
 from tpkit.checkpoint.stored import Checkpoint, Stored
 from tpkit.declare import Declaration, declare
 from tpkit.division import DividedLayer, divide_layers
 from tpkit.dtypes import FLOATS, dtype_name
-from tpkit.errors import PluginError, SpecError, UsageError
+from tpkit.errors import LoadError, PluginError, SpecError, UsageError
 from tpkit.geometry import stored_shape
 from tpkit.layout import LayerSpec, Source
 from tpkit.params import LinearSpec, Out, ParamSpec
@@ -48,8 +50,12 @@ class ModelPlan:
 
     def fingerprints(self, registry: Registry) -> dict[str, str]:
         """Returns what must be the same on every rank before they load, by name."""
-        used = sorted({registry.find("quant method", name) for name in self.method_names.values()}, key=str)
-        plugins = ", ".join(f"{p.name} {p.distribution} {p.version}" for p in used)
+        nodes = list(self.spec.root.walk())
+        names = {("quant method", name) for name in self.method_names.values()}
+        names |= {("module", node.word) for node in nodes if node.kind == "module"}
+        names |= {("style", node.word) for node in nodes if node.kind == "projection"}
+        used = [registry.find(kind, name) for kind, name in sorted(names)]
+        plugins = ", ".join(f"{p.kind} {p.name} {p.distribution} {p.version}" for p in used)
         checkpoint = self.load.checkpoint
         return {
             "tpkit": version("tpkit"),
@@ -78,6 +84,8 @@ class Prepared:
         """Divides over ranks and proves the plan; see `plan_model`."""
         if ranks < 1:
             raise UsageError(f"{ranks} ranks: at least one is needed")
+        if split is not None and len(split) != ranks:
+            raise UsageError(f"a split of {len(split)} weights for {ranks} ranks", hint="give one weight for each rank")
         divided = divide_layers(self.layers, ranks, tuple(split) if split else None)
         by_path = {layer.spec.path: layer for layer in divided}
         for tie in self.ties:
@@ -85,12 +93,20 @@ class Prepared:
         return ModelPlan(
             spec=self.spec,
             dtype=self.dtype,
-            load=plan_load(divided, self.ties, ranks, self.checkpoint, self.spec.ignore, self.spec.source),
+            load=self._load(divided, ranks),
             layers=by_path,
             declarations=self.declarations,
             methods=self.methods,
             method_names=self.method_names,
         )
+
+    def _load(self, divided: list[DividedLayer], ranks: int) -> LoadPlan:
+        try:
+            return plan_load(divided, self.ties, ranks, self.checkpoint, self.spec.ignore, self.spec.source)
+        except LoadError as error:
+            if not self.spec.config and error.hint is None:
+                error.hint = "the description is bound to its own defaults: load_spec takes a config.json as `config`"
+            raise
 
 
 def plan_model(
@@ -208,8 +224,13 @@ def _method(registry: Registry, name: str, options: Mapping[str, object] | None)
     kind = registry.load("quant method", name)
     try:
         made = kind(kind.Options(**(options or {})))
-    except ValueError as cause:
-        raise PluginError(f"quant method {name!r} does not take the options of config.json: {cause}") from cause
+    except ValidationError as cause:
+        who = registry.find("quant method", name)
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
+        raise PluginError(
+            f"quant method {name!r} of {who.distribution} {who.version} does not take the options of config.json's "
+            f"quantization_config: {wrong}"
+        ) from cause
     if not isinstance(made, QuantMethod):
         raise PluginError(f"quant method {name!r} is a {kind!r}, not a subclass of tpkit.QuantMethod")
     return made

@@ -50,8 +50,10 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     """Returns what is said of a tensor that is not there; with `near`, also what is there instead."""
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
-    beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, checkpoint.tensors) if near else ""
-    goal = f"{spec.path}.{last}"
+    own = {source.tensor(name) for form in spec.forms for source in form for name, _ in spec.params}
+    strangers = [name for name in checkpoint.tensors if name not in own]
+    beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, strangers) if near else ""
+    goal = f"{spec.path}.{last}" if spec.path else tensor
     return f"{tensor}{'' if goal == tensor else f' (for {goal})'}{beside}"
 
 

@@ -206,7 +206,8 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
         name: Stored(dtype=dtype_name(t.dtype), shape=tuple(t.shape), file=Path("(memory)"), begin=0)
         for name, t in tensors.items()
     }
-    checkpoint = Checkpoint(Path(path or type(module).__name__), headers)
+    name = path or type(module).__name__
+    checkpoint = Checkpoint(Path("what is given"), headers)
     spec = module.sharded.layer.spec
     named = replace(spec, forms=tuple(map(_relative, spec.forms)))
     form = choose_form(named.forms, checkpoint)
@@ -216,7 +217,7 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
         module.adopt(stored_as)
         _fill_pieces(module, layer, tensors)
         return
-    plan = plan_load([layer], [], module.tp.size, checkpoint, description=type(module).__name__)
+    plan = plan_load([layer], [], module.tp.size, checkpoint, description=name)
     module.adopt(stored_as)
     load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
 

@@ -18,6 +18,7 @@ from tpkit.distributed.rank import in_launcher
 from tpkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from tpkit.chat import TextCodec
     from tpkit.model import Model
     from tpkit.spec.bound import BoundSpec
 
@@ -67,6 +68,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> BoundSpec:
     """Finds the weights and returns the bound description; `args.checkpoint` is a path afterwards."""
     from tpkit.checkpoint.hub import locate
+    from tpkit.generation import check_request
 
     if args.dummy_weights and args.checkpoint is not None:
         raise UsageError("--dummy-weights and --checkpoint exclude each other")
@@ -75,9 +77,13 @@ def _prepare(args: argparse.Namespace) -> BoundSpec:
     else:
         args.checkpoint = locate(None, spec_of(args, None))
         spec = spec_of(args, config_of(args))
-    if args.prompt is not None:
-        _codec(args)  # a missing tokenizer is told before anything is loaded
+    if args.prompt is not None:  # what is wrong with it is told before anything is loaded
+        check_request(_prompt_ids(args, _codec(args)), args.max_new_tokens, args.temperature, args.top_p)
     return spec
+
+
+def _prompt_ids(args: argparse.Namespace, codec: TextCodec) -> list[int]:
+    return codec.encode_chat(args.prompt) if args.chat else codec.encode(args.prompt)
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
@@ -174,7 +180,7 @@ def _report(args: argparse.Namespace, model: Model, first: bool) -> dict[str, An
     }
 
 
-def _codec(args: argparse.Namespace) -> Any:
+def _codec(args: argparse.Namespace) -> TextCodec:
     from tpkit.chat import TextCodec
 
     folder = config_of(args)
@@ -187,7 +193,7 @@ def _generate(args: argparse.Namespace, model: Model, first: bool) -> dict[str, 
     from tpkit.generation import eos_ids, generate
 
     codec = _codec(args)
-    prompt_ids = codec.encode_chat(args.prompt) if args.chat else codec.encode(args.prompt)
+    prompt_ids = _prompt_ids(args, codec)
     show = _Streamer(codec.decode) if first and not args.json else None
     if show is not None:
         sys.stdout.write(f"\n{args.prompt}\n" if args.chat else f"\n{args.prompt}")

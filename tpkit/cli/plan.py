@@ -25,7 +25,10 @@ def run(args: argparse.Namespace) -> int:
     from tpkit.report import plan_json, plan_text, ranks_text
 
     sizes = _sizes(args.tp)
-    spec = spec_of(args, config_of(args))
+    config = config_of(args)
+    spec = spec_of(args, config)
+    if config is None:
+        sys.stderr.write("no config.json is given: the sizes are the description's defaults (see --config, --set)\n")
     checkpoint = open_checkpoint(args.checkpoint) if args.checkpoint is not None else None
     prepared = prepare(spec, checkpoint=checkpoint, dtype=args.dtype)
     plans = [prepared.divide(ranks, split_of(args)) for ranks in sizes]
