@@ -58,9 +58,12 @@ def build(
     Raises:
         TpkitError: anything that does not fit, on the rank where it happens; `RankError` on the others.
     """
+    given: object = spec
+    if not isinstance(given, BoundSpec):
+        raise UsageError(f"build takes a bound description, not {type(spec).__name__}", hint="see load_spec")
     place = TensorParallel.of(tp)
     registry = registry or Registry.default()
-    where = _device(device, place)
+    where = place.together(lambda: _device(device, place))
     plan = place.together(lambda: _plan(spec, checkpoint, str(dtype), dummy_weights, place, split, registry))
     place.same_on_all_ranks({**plan.fingerprints(registry), "seed of dummy weights": str(seed)})
     source = DummyReader(seed) if dummy_weights else reader
@@ -110,10 +113,16 @@ def _load(
 
 
 def _device(device: torch.device | str | None, place: TensorParallel) -> torch.device:
-    if device is not None:
+    if device is None:
+        if place.group is None or torch.distributed.get_backend(place.group) != "nccl":
+            return torch.get_default_device()
+        device = "cuda"
+    try:
         found = torch.device(device)
-        if found.type != "cuda" or found.index is not None:
-            return found
-    elif place.group is None or torch.distributed.get_backend(place.group) != "nccl":
-        return torch.get_default_device()
-    return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, TypeError) as cause:
+        raise UsageError(f"device {device!r}: {cause}") from cause
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}, but torch sees no CUDA device", hint='use device="cpu"')
+    return found if ":" in str(found) else torch.device("cuda", torch.cuda.current_device())

@@ -42,10 +42,16 @@ class TextCodec:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         except Exception as cause:  # the library raises plain Exception
             raise CheckpointError(f"{file} is not a tokenizer: {cause}") from cause
+        # settings of training that a file may carry along: a prompt is neither cut nor filled up
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with the special ones that the tokenizer adds."""
-        return list(self._tokenizer.encode(text).ids)
+        try:
+            return list(self._tokenizer.encode(text).ids)
+        except UnicodeEncodeError as cause:
+            raise UsageError(f"the prompt is not text: {cause}") from cause
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones."""
@@ -81,7 +87,7 @@ class TextCodec:
             rendered = environment.from_string(source).render(
                 messages=list(messages), add_generation_prompt=True, **special
             )
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as cause:
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as cause:
             raise CheckpointError(f"{self.folder}: the chat template does not render: {cause}") from cause
         return str(rendered)
 
@@ -99,10 +105,15 @@ def _json(file: Path) -> dict[str, Any]:
 def _template(folder: Path, config: dict[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as cause:
+            raise CheckpointError(f"{file} cannot be read: {cause}") from cause
     said = config.get("chat_template")
     if isinstance(said, list):  # several, by name
-        said = next((row["template"] for row in said if isinstance(row, dict) and row.get("name") == "default"), None)
+        said = next(
+            (row.get("template") for row in said if isinstance(row, dict) and row.get("name") == "default"), None
+        )
     if not isinstance(said, str):
         raise CheckpointError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)",

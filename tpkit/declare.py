@@ -115,6 +115,8 @@ class _Walk:
         if node.word == "vocab" and self.vocab_size is not None:
             axis = Axis(name="vocab", units=int(self.vocab_size))
             return Sides(in_=hidden(self.hidden_size), out=(Features(name="", axis=axis),))
+        if node.word == "vocab":
+            raise SpecError(f"{node.where}: {node.path}: the description declares no vocab_size, which a head needs")
         raise SpecError(
             f"{node.where}: {node.path}: nothing tells the sizes of this {node.word} projection",
             hint="put it into a module that has a role for it",

@@ -68,14 +68,24 @@ def check_request(prompt_ids: list[int], max_new_tokens: int, temperature: float
     Raises:
         UsageError: for an empty prompt or numbers that make no sense.
     """
-    if not prompt_ids or max_new_tokens < 1 or not 0 <= temperature < inf or not 0 < top_p <= 1:
+    if (
+        not prompt_ids
+        or max_new_tokens < 1
+        or not (temperature == 0 or 1e-3 <= temperature < inf)
+        or not 0 < top_p <= 1
+    ):
         raise UsageError(
             f"a prompt of {len(prompt_ids)} tokens, {max_new_tokens} new ones, temperature {temperature}, "
-            f"top_p {top_p}: at least one token each, temperature 0 or more, top_p above 0 up to 1"
+            f"top_p {top_p}: at least one token each, temperature 0 or from 0.001, top_p above 0 up to 1"
         )
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_p: float, draws: torch.Generator) -> int:
+    if bool(logits.isnan().any()):
+        raise CheckpointError(
+            "the logits are not numbers (NaN): a weight is not one, or a value left the range of the dtype",
+            hint="compute in float32, and check the checkpoint",
+        )
     if temperature == 0:
         return int(logits.argmax())
     chances, order = (logits.float().cpu() / temperature).softmax(-1).sort(descending=True)

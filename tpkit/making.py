@@ -21,7 +21,7 @@ from tpkit.spec.bound import Node
 if TYPE_CHECKING:
     from tpkit.modules import RopeOptions
 
-__all__ = ["BuildContext", "Maker"]
+__all__ = ["BuildContext", "Maker", "add_child"]
 
 
 @dataclass
@@ -59,14 +59,28 @@ class BuildContext:
         """Returns the rotary embedding for these options; layers with the same share one."""
         key = (options.model_dump_json(), head_dim)
         if key not in self._rotaries:
+            dims = int(head_dim * options.partial)
+            if dims > head_dim:
+                raise SpecError(f"rope: partial {options.partial} turns {dims} features of a head of {head_dim}")
             self._rotaries[key] = Rotary(
-                int(head_dim * options.partial),
+                dims,
                 options.theta,
                 pairs=options.pairs,
                 scaling=options.scaling,
                 device=self.device,
             )
         return self._rotaries[key]
+
+
+def add_child(parent: nn.Module, node: Node, module: nn.Module) -> None:
+    """Registers a child under its name in the description.
+
+    Raises:
+        SpecError: if the parent's class uses that name itself.
+    """
+    if hasattr(parent, node.name):
+        raise SpecError(f"{node.where}: {node.path}: a {type(parent).__name__} uses the name {node.name!r} itself")
+    parent.add_module(node.name, module)
 
 
 class Maker:
@@ -83,7 +97,7 @@ class Maker:
         if node.kind == "container":
             container = Container(node.forward)
             for child in node.children:
-                container.add_module(child.name, self.make(child))
+                add_child(container, child, self.make(child))
             return container
         if node.kind == "projection":
             return self._keep(node, self._projection(node))

@@ -29,7 +29,7 @@ Children: TypeAlias = "Mapping[str, tuple[str, nn.Module]]"
 class Options(BaseModel):
     """Base of a kind's options. Defaults are what a description would write: a string is an expression or a word."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,6 +25,9 @@ from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec
 
 __all__ = ["ModelPlan", "Prepared", "derived_checkpoint", "plan_model", "prepare"]
+
+
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,8 @@ class ModelPlan:
         checkpoint = self.load.checkpoint
         return {
             "tpkit": version("tpkit"),
-            "description and config.json": self.spec.fingerprint,
+            **{f"config.json {name}": repr(value) for name, value in self.spec.values.items()},
+            "description": self.spec.fingerprint,
             "checkpoint": checkpoint.digest if checkpoint else "none",
             "dtype": self.dtype,
             "plugins": plugins,
@@ -84,9 +89,11 @@ class Prepared:
         """Divides over ranks and proves the plan; see `plan_model`."""
         if ranks < 1:
             raise UsageError(f"{ranks} ranks: at least one is needed")
-        if split is not None and len(split) != ranks:
-            raise UsageError(f"a split of {len(split)} weights for {ranks} ranks", hint="give one weight for each rank")
-        divided = divide_layers(self.layers, ranks, tuple(split) if split else None)
+        if ranks > MAX_RANKS:
+            raise UsageError(f"{ranks} ranks: more than {MAX_RANKS} are taken for a mistake")
+        if split is not None and (len(split) != ranks or not all(0 < w < inf for w in (*split, sum(split)))):
+            raise UsageError(f"split {list(split)} for {ranks} ranks", hint="give a positive weight for each rank")
+        divided = divide_layers(self.layers, ranks, tuple(split) if split is not None else None)
         by_path = {layer.spec.path: layer for layer in divided}
         for tie in self.ties:
             by_path[tie.path] = _tied(tie, by_path, self.spec)
@@ -222,6 +229,8 @@ def _methods(
 
 def _method(registry: Registry, name: str, options: Mapping[str, object] | None) -> QuantMethod:
     kind = registry.load("quant method", name)
+    if not (isinstance(kind, type) and issubclass(kind, QuantMethod)):
+        raise PluginError(f"quant method {name!r} is {kind!r}, not a subclass of tpkit.QuantMethod")
     try:
         made = kind(kind.Options(**(options or {})))
     except ValidationError as cause:
@@ -231,8 +240,6 @@ def _method(registry: Registry, name: str, options: Mapping[str, object] | None)
             f"quant method {name!r} of {who.distribution} {who.version} does not take the options of config.json's "
             f"quantization_config: {wrong}"
         ) from cause
-    if not isinstance(made, QuantMethod):
-        raise PluginError(f"quant method {name!r} is a {kind!r}, not a subclass of tpkit.QuantMethod")
     return made
 
 

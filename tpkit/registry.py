@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from typing import Any
 
 from tpkit.errors import PluginError, did_you_mean
@@ -48,11 +48,9 @@ class Plugin:
         Raises:
             PluginError: naming distribution, entry point and cause.
         """
-        if self.entry_point is None:
-            return self.target
         try:
-            loaded = self.entry_point.load()
-        except Exception as cause:
+            loaded = self.target if self.entry_point is None else self.entry_point.load()
+        except (Exception, SystemExit) as cause:
             raise PluginError(
                 f"{self.kind} {self.name!r} of {self.distribution} {self.version} (entry point {self.value}) "
                 f"does not import: {type(cause).__name__}: {cause}",
@@ -166,14 +164,24 @@ def _normal(distribution: str) -> str:
 
 
 def _scan() -> Iterator[Plugin]:
-    for kind, group in GROUPS.items():
-        for point in entry_points(group=group):
-            dist = point.dist
+    kinds = {group: kind for kind, group in GROUPS.items()}
+    seen: set[str] = set()
+    for dist in distributions():
+        try:
+            points = [point for point in dist.entry_points if point.group in kinds]
+            name = str(dist.metadata["Name"] or "?") if points else ""
+            told = str(dist.metadata["Version"] or "?") if points else ""
+        except Exception:  # a distribution whose own files are damaged must not stop the others
+            continue
+        if not points or _normal(name) in seen:
+            continue  # an earlier folder of the path has the same distribution: that one counts
+        seen.add(_normal(name))
+        for point in points:
             yield Plugin(
-                kind=kind,
+                kind=kinds[point.group],
                 name=point.name,
                 value=point.value,
-                distribution=dist.name if dist else "?",
-                version=dist.version if dist else "?",
+                distribution=name,
+                version=told,
                 entry_point=point,
             )

@@ -44,7 +44,7 @@ def test_values_that_only_one_rank_finds_wrong_end_all(ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("fields", "field"), [({"rope_theta": 500.0}, "description and config.json"), ({"vocab_size": 98}, "checkpoint")]
+    ("fields", "field"), [({"rope_theta": 500.0}, "config.json rope_theta"), ({"vocab_size": 98}, "checkpoint")]
 )
 def test_ranks_with_other_inputs_are_named_on_all_ranks(
     fields: dict[str, Any], field: str, ranks: Ranks, tmp_path: Path

@@ -235,11 +235,11 @@ def test_the_last_token_s_logits_alone(alone: tuple[Made, tpkit.Model]) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        (torch.tensor([[1, 256]]), "token ids from 1 to 256; the vocabulary is 0 to 255"),
+        (torch.tensor([[1, 256]]), "model.embed_tokens: token ids from 1 to 256; the table has rows 0 to 255"),
         (torch.tensor([[-1, 3]]), "token ids from -1 to 3"),
-        (torch.tensor([1, 2]), r"\[B, L\] integers with L of at least 1, not \[2\] torch.int64"),
+        (torch.tensor([1, 2]), r"\[B, L\] with L of at least 1, not \[2\]"),
         (torch.zeros(1, 0, dtype=torch.int64), r"not \[1, 0\]"),
-        (torch.zeros(1, 2), "not .* torch.float32"),
+        (torch.zeros(1, 2), "not torch.float32"),
     ],
 )
 def test_ids_that_cannot_be_meant(ids: torch.Tensor, said: str, alone: tuple[Made, tpkit.Model]) -> None:

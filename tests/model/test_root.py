@@ -41,7 +41,9 @@ def test_a_value_beyond_float16_is_told_with_its_tensor(tmp_path: Path) -> None:
     tensors = weights(torch.bfloat16)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e6
     folder = write(tmp_path, tensors)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* float16 ends at 65504"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* 1 values beyond 65504, where float16 ends"
+    ):
         on_rank(folder, dtype=torch.float16)
     on_rank(folder, dtype=torch.bfloat16)
 

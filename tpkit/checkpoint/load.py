@@ -19,6 +19,7 @@ from tpkit.division import DividedLayer, with_form
 from tpkit.dtypes import FLOATS, dtype_name
 from tpkit.errors import CheckpointError, LoadError
 from tpkit.layout import Run, Source
+from tpkit.quant.base import plugin_errors
 
 if TYPE_CHECKING:
     from tpkit.layers.sharded import ShardedModule
@@ -66,6 +67,8 @@ def load_model(
     """
     began = time.perf_counter()
     reader = reader or MappedReader()
+    if plan.checkpoint is not None:
+        plan.checkpoint.check_unchanged()
     try:
         transfers = sorted(plan.transfers(rank), key=lambda t: (t.stored.file, t.stored.begin))
         for transfer in transfers:
@@ -82,9 +85,10 @@ def load_model(
         _check_equal(plan, rank, modules, reader)
     finally:
         reader.close()
-    for module in modules.values():
+    for path, module in modules.items():
         if module.quant_method is not None:
-            module.quant_method.process_weights_after_loading(module)
+            with plugin_errors(module.quant_method, "process_weights_after_loading", path):
+                module.quant_method.process_weights_after_loading(module)
     return Loaded(bytes_read=reader.bytes_read, seconds=time.perf_counter() - began)
 
 
@@ -111,19 +115,23 @@ def _copy(transfer: Transfer, parameter: torch.Tensor, reader: Reader, memory: A
                 f"{transfer.tensor}: {list(piece.shape)} read for {list(goal.shape)} of {transfer.layer}"
             )
         goal.copy_(piece.reshape(goal.shape))
-        _check_range(transfer, piece, goal)
+        _check_range(f"{transfer.tensor} in {transfer.stored.file.name}", piece, goal)
         if memory is not None:
             memory.sample()
 
 
-def _check_range(transfer: Transfer, piece: torch.Tensor, goal: torch.Tensor) -> None:
-    """float16 ends at 65504: a wider type's value beyond that would become infinite without a word."""
-    narrows = goal.dtype == torch.float16 and piece.dtype != torch.float16
-    if narrows and not bool(goal.isfinite().all()) and bool(piece.isfinite().all()):
+def _check_range(name: str, piece: torch.Tensor, goal: torch.Tensor) -> None:
+    """A value beyond the narrower type's end would become infinite without a word."""
+    if not (piece.is_floating_point() and goal.is_floating_point()):
+        return
+    end = torch.finfo(goal.dtype).max
+    if torch.finfo(piece.dtype).max <= end or bool(goal.isfinite().all()):
+        return
+    lost = piece.isfinite().reshape(goal.shape).to(goal.device) & ~goal.isfinite()
+    if bool(lost.any()):
         raise CheckpointError(
-            f"{transfer.tensor} in {transfer.stored.file.name} has values up to {float(piece.abs().max()):.6g}, "
-            f"float16 ends at {torch.finfo(torch.float16).max:g}",
-            hint="build it in bfloat16 or float32",
+            f"{name} has {int(lost.sum())} values beyond {end:g}, where {dtype_name(goal.dtype)} ends",
+            hint="build it in a dtype that holds them: bfloat16 or float32",
         )
 
 
@@ -156,6 +164,7 @@ def _check_zero(plan: LoadPlan, reader: Reader) -> None:
     for name in plan.zero:
         stored = _stored(plan, name)
         values = reader.read(name, stored, stored.shape, tuple(Run(0, n) for n in stored.shape))
+        values = values.float()  # float8 does not count
         if bool(values.count_nonzero()):
             raise CheckpointError(
                 f"{name} in {stored.file.name} is not in the description, and {int(values.count_nonzero())} of its "
@@ -176,7 +185,7 @@ def _check_equal(plan: LoadPlan, rank: int, modules: Mapping[str, ShardedModule]
             for box, rows in _chunks(transfer):
                 goal = target if rows is None else target[rows[0] : rows[1]]
                 stored = _read(transfer, box, reader).reshape(goal.shape).to(device=goal.device, dtype=goal.dtype)
-                if not torch.equal(stored, goal):
+                if not bool(((stored == goal) | (stored.isnan() & goal.isnan())).all()):
                     raise CheckpointError(
                         f"{tensor} in {transfer.stored.file.name} is not equal to the weight of {owner.spec.path}, but "
                         f"the configuration ties {tie.path} to it",
@@ -255,6 +264,7 @@ def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[st
         raise LoadError(f"{layer.spec.path or type(module).__name__} cannot take these pieces", groups)
     for goal, piece in writes:
         goal.copy_(piece.reshape(goal.shape))
+        _check_range("a piece", piece, goal)
 
 
 def _piece_of(module: ShardedModule, layer: DividedLayer, name: str, index: int) -> torch.Tensor:

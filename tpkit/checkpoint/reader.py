@@ -66,8 +66,11 @@ class MappedReader:
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
-            with file.open("rb") as stream:
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                with file.open("rb") as stream:
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as cause:
+                raise CheckpointError(f"{file} cannot be read any more: {cause}") from cause
         return self._maps[file]
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tpkit.checkpoint.stored import Checkpoint, Stored, listed
+from tpkit.checkpoint.stored import Checkpoint, Stored, listed, stamp_of
 from tpkit.dtypes import SAFETENSORS, itemsize
 from tpkit.errors import CheckpointError
 
@@ -48,23 +49,31 @@ class SafetensorsFormat:
             CheckpointError: missing, truncated or foreign files; tensors stored twice; an index that does not hold.
         """
         if path.is_file():
-            return Checkpoint(path, _headers([path], {}))
+            return _checkpoint(path, [path], {})
         index = path / INDEX
         if index.exists():
             weight_map, total = _index(index)
             files = _listed_files(path, weight_map)
-            tensors = _headers(files, weight_map)
-            lost = sorted(name for name in weight_map if name not in tensors)
+            found = _checkpoint(path, files, weight_map)
+            lost = sorted(name for name in weight_map if name not in found.tensors)
             if lost:
                 raise CheckpointError(
                     f"{index}: {len(lost)} tensors are not in the file the index names: "
                     + listed(f"{name} ({weight_map[name]})" for name in lost),
                     hint="the index and the files are of different versions; download the folder again",
                 )
-            return Checkpoint(path, tensors, total_size=total)
+            return replace(found, total_size=total)
         named = {p for pattern in ("model.safetensors", "model-*-of-*.safetensors") for p in path.glob(pattern)}
         files = sorted(p for p in (named or path.glob("*.safetensors")) if p.is_file())
-        return Checkpoint(path, _headers(files, {}))
+        return _checkpoint(path, files, {})
+
+
+def _checkpoint(path: Path, files: list[Path], weight_map: Mapping[str, str]) -> Checkpoint:
+    try:
+        stamps = {file: stamp_of(file) for file in files}
+    except OSError as cause:
+        raise CheckpointError(f"{path}: {cause}") from cause
+    return Checkpoint(path, _headers(files, weight_map), stamps=stamps)
 
 
 def _index(index: Path) -> tuple[dict[str, str], int | None]:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from tpkit.dtypes import FLOATS, itemsize
+from tpkit.errors import CheckpointError
 from tpkit.params import Header
 
 __all__ = ["Checkpoint", "Stored", "matcher"]
@@ -37,11 +38,27 @@ class Checkpoint:
         path: the folder or file it was opened from.
         tensors: headers by name.
         total_size: what its index states as the sum of all bytes, if it does.
+        stamps: size and time of change of its files when their headers were read.
     """
 
     path: Path
     tensors: Mapping[str, Stored]
     total_size: int | None = field(default=None, kw_only=True)
+    stamps: Mapping[Path, tuple[int, int]] = field(default_factory=dict, kw_only=True)
+
+    def check_unchanged(self) -> None:
+        """Checks that the files are those whose headers were read.
+
+        Raises:
+            CheckpointError: if one has another size or time of change by now, or is gone.
+        """
+        for file, stamp in self.stamps.items():
+            try:
+                now = stamp_of(file)
+            except OSError as cause:
+                raise CheckpointError(f"{file} cannot be read any more: {cause}") from cause
+            if now != stamp:
+                raise CheckpointError(f"{file} was changed after its header was read", hint="start again")
 
     @cached_property
     def stems(self) -> frozenset[str]:
@@ -85,7 +102,13 @@ class Checkpoint:
     def digest(self) -> str:
         """A hash of names, types, shapes and positions: what every rank must see alike."""
         rows = (f"{n} {s.dtype} {s.shape} {s.file.name} {s.begin}\n" for n, s in sorted(self.tensors.items()))
-        return hashlib.sha256("".join(rows).encode()).hexdigest()
+        return hashlib.sha256("".join(rows).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Returns size and time of change of a file."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def matcher(pattern: str) -> re.Pattern[str]:

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Builds, as the one rank, as one of several, or by starting them."""
-    joined = int(os.environ["WORLD_SIZE"]) if in_launcher() else None
+    joined = _world_size() if in_launcher() else None
+    if not 0 <= args.seed < 2**63:
+        raise UsageError(f"--seed {args.seed}: from 0 to 2**63 - 1")
     if args.tp is not None and args.tp < 1:
         raise UsageError(f"--tp {args.tp}: at least one rank is needed")
     if joined is not None and args.tp not in (None, joined):
@@ -51,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
     if joined is None and (args.tp or 1) > 1:
         return _launch(args)
     return _rank(args, several=joined is not None and joined > 1)
+
+
+def _world_size() -> int:
+    size, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size)):
+        raise UsageError(f"RANK={rank} WORLD_SIZE={size} in the environment: a launcher sets numbers, rank below size")
+    return int(size)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -181,12 +190,15 @@ def _report(args: argparse.Namespace, model: Model, first: bool) -> dict[str, An
 
 
 def _codec(args: argparse.Namespace) -> TextCodec:
+    from pathlib import Path
+
     from tpkit.chat import TextCodec
 
-    folder = config_of(args)
-    if folder is None:
+    places = [Path(place) for place in (args.checkpoint, args.config) if place is not None]
+    folders = [place if place.is_dir() else place.parent for place in places]
+    if not folders:
         raise UsageError("--prompt needs a tokenizer.json", hint="give the folder that holds one with --config")
-    return TextCodec(folder if folder.is_dir() else folder.parent)
+    return TextCodec(next((folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[0]))
 
 
 def _generate(args: argparse.Namespace, model: Model, first: bool) -> dict[str, Any]:

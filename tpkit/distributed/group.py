@@ -124,6 +124,8 @@ class TensorParallel:
         if isinstance(tp, DeviceMesh):
             if tp.ndim != 1:
                 raise UsageError(f"a device mesh of {tp.ndim} dimensions", hint='choose one of them: mesh["tp"]')
+            if tp.get_coordinate() is None:
+                raise UsageError("this process is not in the device mesh it was given")
             tp = tp.get_group()
         if tp is dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError(f"rank {dist.get_rank()} of the world is not in the group it was given")

@@ -57,6 +57,7 @@ class Attention(RoleModule):
             ``[B, L, hidden]``, the same on every rank.
         """
         qkv, out = self.projection("qkv_proj"), self.projection("o_proj")
+        context.enter(self.slot)
         q, k, v = qkv(x).split(qkv.out_sizes, dim=-1)
         if self.heads == 0:
             return out(q)  # type: ignore[no-any-return]

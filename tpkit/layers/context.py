@@ -35,6 +35,8 @@ class KVCache:
     ) -> None:
         self.batch, self.length = batch, length
         self.used = 0
+        if batch < 1 or length < 1:
+            raise UsageError(f"a KV cache for {batch} sequences of {length} tokens: at least one each")
         self.keys = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, d in shapes]
         self.values = [torch.zeros_like(k) for k in self.keys]
 
@@ -89,6 +91,20 @@ class ForwardContext:
         self.last_only = last_only
         self.positions = torch.arange(self.past, self.past + length, device=device)
         self._made: dict[Hashable, object] = {}
+        self._entered: set[int] = set()
+
+    def enter(self, slot: int) -> None:
+        """Notes that an attention layer is run, on every rank alike.
+
+        Raises:
+            UsageError: if it has run in this pass and there is a cache: its keys and values have one place there.
+        """
+        if self.cache is not None and slot in self._entered:
+            raise UsageError(
+                f"attention layer {slot} is called twice in one pass, and the KV cache has one place for it",
+                hint="run this description without a cache",
+            )
+        self._entered.add(slot)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns what `make` makes, made once per pass: layers of the same kind share it."""

@@ -8,10 +8,11 @@ import torch
 
 from tpkit.distributed.group import TensorParallel
 from tpkit.dtypes import torch_dtype
+from tpkit.errors import UsageError
 from tpkit.layers.parallel import ParallelLinear
 from tpkit.layers.sharded import Setting, Sharded, ShardedModule, sharded_alone
 from tpkit.layout import fused
-from tpkit.partition import Axis, Features, Side
+from tpkit.partition import Axis, Features, Side, side_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +37,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None, **setting: Any) -> None:
         how = Setting(**{"bias": False, **setting})
+        if how.bias:
+            raise UsageError("an embedding has no bias")
         out, in_ = _sides(num_embeddings, embedding_dim, how)
         super().__init__(sharded_alone(how, out, in_, (fused("", out),), embedding=True), how.place)
         self.output_scale = scale
@@ -52,11 +55,15 @@ class VocabParallelEmbedding(ShardedModule):
         """Looks up.
 
         Args:
-            ids: ``[...]`` int64, each within the whole table.
+            ids: ``[...]`` integers, each within the whole table.
 
         Returns:
             ``[..., width]``, the same on every rank.
+
+        Raises:
+            UsageError: for ids outside the table (checked on CPU; elsewhere the device stops).
         """
+        self._check(ids)
         layer = self.sharded.layer
         ((start, stop),) = layer.bounds(layer.spec.out, self.sharded.rank)
         assert self.quant_method is not None  # noqa: S101 - every embedding has one
@@ -71,6 +78,19 @@ class VocabParallelEmbedding(ShardedModule):
             # a row of another rank gives zeros here, so that the sum is that rank's row, exactly
             y = self.tp.all_reduce(torch.where(own.unsqueeze(-1), rows, 0))
         return y if self.output_scale is None else y * self.output_scale
+
+    def _check(self, ids: torch.Tensor) -> None:
+        """A row that no rank holds would be looked up as zeros."""
+        rows = side_size(self.sharded.layer.spec.out)
+        if torch.compiler.is_compiling() or not ids.numel() or ids.device.type == "meta":
+            return
+        if ids.device.type != "cpu":
+            torch._assert_async(((ids >= 0) & (ids < rows)).all())  # without waiting for the device
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= rows:
+            name = self.sharded.layer.spec.path or type(self).__name__
+            raise UsageError(f"{name}: token ids from {low} to {high}; the table has rows 0 to {rows - 1}")
 
 
 class ParallelLMHead(ParallelLinear):
@@ -93,10 +113,16 @@ class ParallelLMHead(ParallelLinear):
         gather_output: bool = True,
         **setting: Any,
     ) -> None:
-        how = Setting(**{"bias": False, **setting})
         if tied is not None:
+            held = [side_size(side) for side in (tied.sharded.layer.spec.out, tied.sharded.layer.spec.in_)]
+            if [num_embeddings, embedding_dim] != held or setting:
+                raise UsageError(
+                    f"a head of {[num_embeddings, embedding_dim]} {setting or ''} cannot share an embedding of {held}",
+                    hint="give the embedding's sizes, and nothing else: all the rest is the embedding's",
+                )
             super().__init__(tied.sharded, tied.tp, gather_output=gather_output, tied=tied)
             return
+        how = Setting(**{"bias": False, **setting})
         out, in_ = _sides(num_embeddings, embedding_dim, how)
         super().__init__(sharded_alone(how, out, in_, (fused("", out),)), how.place, gather_output=gather_output)
 

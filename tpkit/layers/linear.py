@@ -133,7 +133,12 @@ class QKVParallelLinear(ParallelLinear):
         **setting: Any,
     ) -> None:
         how = Setting(**setting)
-        heads = Axis(name="heads", units=num_heads, groups=num_kv_heads or num_heads, divided=not how.disable_tp)
+        heads = Axis(
+            name="heads",
+            units=num_heads,
+            groups=num_heads if num_kv_heads is None else num_kv_heads,
+            divided=not how.disable_tp,
+        )
         out = tuple(Features(name=n, axis=heads, unit=head_dim, grouped=i > 0) for i, n in enumerate("qkv"))
         in_ = (Features(name="", unit=hidden_size),)
         sharded = sharded_alone(how, out, in_, (apart(names, out), fused("", out)))

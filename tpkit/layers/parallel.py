@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpkit.distributed.group import TensorParallel
-from tpkit.errors import UsageError
+from tpkit.errors import PluginError, UsageError
 from tpkit.layers.sharded import Sharded, ShardedModule
 
 if TYPE_CHECKING:
@@ -100,9 +100,19 @@ class ParallelLinear(ShardedModule):
                 f"features, the input has {x.shape[-1]}"
             )
         if self.in_features == 0 or self.out_features == 0:
-            return x.new_zeros(*x.shape[:-1], self.out_features)  # an empty shard still meets the other ranks
+            # an empty shard still meets the other ranks, with the type that theirs have
+            kind = x.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+            return x.new_zeros(*x.shape[:-1], self.out_features, dtype=dtype)
         assert self.quant_method is not None  # noqa: S101 - every projection has one
-        return self.quant_method.apply(self, x, bias)
+        y: object = self.quant_method.apply(self, x, bias)
+        if not isinstance(y, torch.Tensor) or y.shape != (*x.shape[:-1], self.out_features):
+            raise PluginError(
+                f"{self._name()}: apply of {type(self.quant_method).__name__} gave "
+                f"{list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__} "
+                f"for an input of {list(x.shape)}; {self.out_features} output features are needed"
+            )
+        return y
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         if self.output_scale is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from tpkit.errors import PluginError
+from tpkit.errors import PluginError, SpecError
 from tpkit.layers.parallel import ParallelLinear
 
 __all__ = ["RoleModule"]
@@ -23,6 +23,8 @@ class RoleModule(nn.Module):
         super().__init__()
         self._names: dict[str, str] = {}
         for role, (name, module) in children.items():
+            if hasattr(self, name):
+                raise SpecError(f"{type(self).__name__} uses the name {name!r} itself; a child cannot have it")
             self.add_module(name, module)
             self._names[role] = name
 

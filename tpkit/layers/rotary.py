@@ -55,6 +55,8 @@ class Rotary(nn.Module):
         super().__init__()
         if dims < 2 or dims % 2:
             raise SpecError(f"rotary embedding turns pairs of features: {dims} of them do not pair up")
+        if pairs not in ("half", "interleaved") or not 0 < theta < math.inf:
+            raise SpecError(f"rotary embedding: pairs {pairs!r} (half or interleaved), theta {theta} (above 0)")
         self.pairs = pairs
         self.dims = dims
         frequencies = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)

@@ -11,6 +11,7 @@ from torch import nn
 from tpkit.distributed.group import TensorParallel
 from tpkit.division import DividedLayer, divide_layers
 from tpkit.dtypes import dtype_name, torch_dtype
+from tpkit.errors import PluginError
 from tpkit.geometry import block_of_element
 from tpkit.layout import LayerSpec, Source
 from tpkit.params import LinearSpec
@@ -133,6 +134,10 @@ class ShardedModule(nn.Module):
         for name, spec in layer.spec.params:
             if any(dim.along == "blob" for dim in spec.dims):
                 continue
+            if name != "bias" and hasattr(self, name):
+                raise PluginError(
+                    f"{type(self.quant_method).__name__} names a parameter {name!r}, which a layer uses itself"
+                )
             if tied is not None:
                 self.register_parameter(name, getattr(tied, name))
                 continue

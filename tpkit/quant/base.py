@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from tpkit.errors import PluginError
+from tpkit.errors import PluginError, TpkitError
 from tpkit.params import LinearSpec, Out, ParamSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["QuantMethod", "QuantOptions"]
+__all__ = ["QuantMethod", "QuantOptions", "plugin_errors"]
 
 
 class QuantOptions(BaseModel):
     """Base of a method's options; unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+@contextmanager
+def plugin_errors(method: object, step: str, layer: str) -> Iterator[None]:
+    """Says whose code raised: an error of a plugin that is none of ours becomes a PluginError with its cause."""
+    try:
+        yield
+    except TpkitError:
+        raise
+    except Exception as cause:
+        raise PluginError(
+            f"{step} of {type(method).__name__} failed for {layer or 'a layer'}: {type(cause).__name__}: {cause}",
+            hint=f"the fault is in {type(method).__module__}",
+        ) from cause
 
 
 class QuantMethod:
@@ -49,7 +64,8 @@ class QuantMethod:
         Raises:
             PluginError: if the answer is not a dict of ParamSpec, or names the bias.
         """
-        answer: object = self.create_weights(layer)  # a plugin's: checked, not believed
+        with plugin_errors(self, "create_weights", layer.name):
+            answer: object = self.create_weights(layer)  # a plugin's: checked, not believed
         who = f"create_weights of {type(self).__name__} for {layer.name or 'a layer'}"
         if not isinstance(answer, Mapping) or not answer:
             raise PluginError(f"{who} returned {answer!r}, not a dict of name -> ParamSpec")

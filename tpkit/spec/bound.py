@@ -104,7 +104,7 @@ class BoundSpec:
             "ignore": self.ignore,
             "prefixes": [dict(prefix) for prefix in self.prefixes],
         }
-        return sha256(json.dumps(decides, sort_keys=True, allow_nan=False).encode()).hexdigest()
+        return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
 def _canonical(node: Node) -> Any:

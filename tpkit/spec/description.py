@@ -133,11 +133,21 @@ class Description:
             found = config.get("architectures")
             named.extend(found if isinstance(found, list) else [])
         names = list(dict.fromkeys(name for name in named if isinstance(name, str)))
-        if names and not known & set(names):
+        classes = [name for name in names if name not in named[:2]]
+        if (names and not known & set(names)) or (classes and not known & set(classes)):
             message = (
                 f"is of {', '.join(names)}; this description is of {', '.join(sorted(known))}. "
                 "If both compute the same, say so: override 'architectures'"
             )
+            reader.problems.add(Mark(reader.source), "", message)
+
+        elif (
+            set(classes) & set(self.header.architectures)
+            and not any(isinstance(kind, str) for kind in named[:2])
+            and len(self.header.model_types) > 1
+        ):
+            kinds = ", ".join(self.header.model_types)
+            message = f"names no model_type, and this description serves several that differ: {kinds}"
             reader.problems.add(Mark(reader.source), "", message)
 
     def _check_unread(self, part: Mapping[str, Any], reader: ConfigReader) -> None:

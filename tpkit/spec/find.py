@@ -67,7 +67,7 @@ def _folders(registry: Registry) -> Iterator[Path]:
         if plugin.kind == "model configs":
             try:
                 found = find_spec(plugin.value)
-            except (ImportError, ValueError):
+            except (Exception, SystemExit):  # its parent package is imported: whatever that does is no reason to stop
                 found = None
             for place in (found.submodule_search_locations or ()) if found else ():
                 if place not in seen and Path(place).is_dir():

@@ -20,29 +20,50 @@ def _not_one(value: Any) -> bool:
     return value is not None and value != 1
 
 
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
 def _not_full(value: Any) -> bool:
     return isinstance(value, list) and any(entry != "full_attention" for entry in value)
 
 
 _TELLING: dict[str, Callable[[Any], bool]] = {
+    "alibi": _set,
     "attention_chunk_size": _set,
     "attention_multiplier": _set,
+    "attention_sink": _set,
     "attn_logit_softcapping": _set,
     "clip_qkv": _set,
+    "dim_model_base": _set,
     "embedding_multiplier": _not_one,
     "final_logit_softcapping": _set,
+    "is_causal": _is_false,
     "layer_types": _not_full,
     "logit_scale": _not_one,
     "logits_scaling": _not_one,
-    "no_rope_layers": lambda value: isinstance(value, list) and not all(value),
+    "n_routed_experts": _set,
+    "num_experts": _set,
+    "num_local_experts": _set,
+    "parallel_attn": _set,
     "partial_rotary_factor": _not_one,
     "per_layer_config": bool,
+    "qk_layernorm": _set,
+    "qkv_bias": _set,
     "query_pre_attn_scalar": _set,
     "residual_multiplier": _not_one,
+    "rope_interleaved": _set,
+    "rotary_pct": _not_one,
+    "scale_depth": _not_one,
+    "scale_emb": _not_one,
+    "use_bidirectional_attention": _set,
+    "use_mrope": _set,
+    "use_parallel_residual": _set,
+    "use_qk_norm": _set,
+    "no_rope_layers": lambda value: isinstance(value, list) and not all(value),
     "rope_scaling": lambda value: (
         isinstance(value, Mapping) and value.get("rope_type", value.get("type")) not in (None, "default")
     ),
-    "use_qk_norm": _set,
 }
 #: the newer home of rope settings
 _NESTED = {
