@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +27,6 @@ def anonymous_bytes() -> int | None:
 
 def _give_back() -> None:
     """Returns freed memory to the system: what is reused later without a rise would not be counted."""
-    gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 
