@@ -42,8 +42,6 @@ class Model(Container):
         _check_ends(plan)
         self.cache_shapes = tuple(maker.context.cache_shapes)
         self.sharded_modules: Mapping[str, ShardedModule] = maker.made
-        # in a list: every rank makes the frequencies anew, they are no part of the model's state
-        self._rotaries = list(maker.context._rotaries.values())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -81,11 +81,9 @@ def _prepare(args: argparse.Namespace) -> BoundSpec:
 
     if args.dummy_weights and args.checkpoint is not None:
         raise UsageError("--dummy-weights and --checkpoint exclude each other")
-    if args.dummy_weights or args.checkpoint is not None:
-        spec = spec_of(args, config_of(args))
-    else:
+    if not args.dummy_weights and args.checkpoint is None:
         args.checkpoint = locate(None, spec_of(args, None))
-        spec = spec_of(args, config_of(args))
+    spec = spec_of(args, config_of(args))
     if args.prompt is not None:  # what is wrong with it is told before anything is loaded
         check_request(_prompt_ids(args, _codec(args)), args.max_new_tokens, args.temperature, args.top_p)
     return spec

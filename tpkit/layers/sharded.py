@@ -14,7 +14,7 @@ from tpkit.dtypes import dtype_name, torch_dtype
 from tpkit.errors import PluginError
 from tpkit.geometry import block_of_element
 from tpkit.layout import LayerSpec, Source
-from tpkit.params import LinearSpec
+from tpkit.params import Dim, LinearSpec
 from tpkit.partition import Side, side_size
 from tpkit.quant import QuantMethod, Unquantized
 from tpkit.registry import Registry
@@ -141,9 +141,13 @@ class ShardedModule(nn.Module):
             if tied is not None:
                 self.register_parameter(name, getattr(tied, name))
                 continue
-            shape = layer.geometry.local[rank][name].shape
-            made = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=self.sharded.device)
-            self.register_parameter(name, nn.Parameter(made, requires_grad=False))
+            self._allocate(name, layer.geometry.local[rank][name].shape, torch_dtype(spec.dtype), self.sharded.device)
+
+    def _allocate(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        made = torch.empty(shape, dtype=dtype, device=device)
+        self.register_parameter(name, nn.Parameter(made, requires_grad=False))
 
     @property
     def output_offsets(self) -> list[int]:
@@ -158,8 +162,7 @@ class ShardedModule(nn.Module):
             shape = layer.geometry.local[rank][name].shape
             if shape != before.geometry.local[rank][name].shape:
                 held: torch.Tensor = getattr(self, name)
-                made = torch.empty(shape, dtype=held.dtype, device=held.device)
-                self.register_parameter(name, nn.Parameter(made, requires_grad=False))
+                self._allocate(name, shape, held.dtype, held.device)
 
     def load(self, tensors: Mapping[str, torch.Tensor], *, sharded: bool = False) -> None:
         """Fills the parameters through the loader's own plan.
@@ -182,7 +185,7 @@ class ShardedModule(nn.Module):
         """Says whether every cut of a parameter falls between its words, groups and blocks on this rank."""
         dims = [dim for dim in dict(self.sharded.layer.spec.params)[name].dims if dim.along in ("out", "in", "flat")]
         return all(
-            pair == divmod(i, dim.per) for dim in dims if dim.per > 1 for i, pair in enumerate(self._blocks(name, dim))
+            pair == divmod(i, dim.per) for dim in dims if dim.per > 1 for i, pair in enumerate(self._blocks(dim))
         )
 
     def expand(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,17 +205,16 @@ class ShardedModule(nn.Module):
     def _select(self, name: str, value: torch.Tensor, words: bool) -> torch.Tensor:
         for position, dim in enumerate(dict(self.sharded.layer.spec.params)[name].dims):
             if dim.per > 1 and dim.along in ("out", "in", "flat") and dim.word == words:
-                pairs = self._blocks(name, dim)
+                pairs = self._blocks(dim)
                 index = [block * dim.per + place for block, place in pairs] if words else [block for block, _ in pairs]
                 if index != list(range(value.shape[position])):
                     value = value.index_select(position, torch.tensor(index, dtype=torch.int64, device=value.device))
         return value
 
-    def _blocks(self, name: str, dim: object) -> list[tuple[int, int]]:
+    def _blocks(self, dim: Dim) -> list[tuple[int, int]]:
         layer, rank = self.sharded.layer, self.sharded.rank
-        found = next(d for d in dict(layer.spec.params)[name].dims if d is dim)
         out, in_ = layer.spec.out, layer.spec.in_
-        return block_of_element(found, out, in_, layer.form, layer.shares(out, rank), layer.shares(in_, rank))
+        return block_of_element(dim, out, in_, layer.form, layer.shares(out, rank), layer.shares(in_, rank))
 
     def segment_of_row(self) -> torch.Tensor:
         """Returns, for each local output row, the number of the segment it belongs to. ``[out]`` int64."""
