@@ -134,7 +134,7 @@ def _geometry(spec: LayerSpec, form: tuple[Source, ...], division: Division, ran
     in_size = side_size(spec.in_)
     unread = {}
     for name, p in spec.params:
-        if any(dim.along == "blob" for dim in p.dims):
+        if p.is_blob:
             continue
         for index, source in enumerate(form):
             missing, _ = coverage(stored_shape(p, source, in_size), sorted(read.get((index, name), ()), key=str))

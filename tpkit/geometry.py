@@ -9,6 +9,7 @@ fused tensor runs on across its segments.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from tpkit.layout import Run, Source, join
 from tpkit.params import Dim, ParamSpec
 from tpkit.partition import Share, Side, side_size
 
-__all__ = ["Box", "LocalCopy", "LocalParam", "Shares", "block_of_element", "localize", "stored_shape"]
+__all__ = ["Box", "LocalCopy", "LocalParam", "Shares", "local_elements", "localize", "stored_shape"]
 
 #: the share of each segment's axis, for one side on one rank
 Shares = tuple[Share | None, ...]
@@ -67,12 +68,12 @@ class _Span:
 
 def stored_shape(spec: ParamSpec, source: Source, in_size: int) -> tuple[int, ...]:
     """Returns the shape of a source's tensor in the ParamSpec's order; Segment is absent on disk."""
-    sizes = {"out": source.size, "in": in_size, "flat": source.size * in_size}
-    return tuple(
-        dim.size if dim.along == "fixed" else dim.stored(sizes[dim.along])
-        for dim in spec.dims
-        if dim.along != "segment"
-    )
+    return tuple(dim.stored(_extent(dim, source, in_size)) for dim in spec.dims if dim.along != "segment")
+
+
+def _extent(dim: Dim, source: Source, in_size: int) -> int:
+    """Returns the logical elements along a dimension of a source's tensor."""
+    return {"out": source.size, "in": in_size, "flat": source.size * in_size}.get(dim.along, dim.size)
 
 
 @lru_cache(maxsize=65536)
@@ -85,7 +86,7 @@ def localize(
         PluginError: if the ParamSpec cannot serve a layer of these segments and sources.
     """
     _check(spec, len(form))
-    if any(dim.along == "blob" for dim in spec.dims):
+    if spec.is_blob:
         return LocalParam((0,), ())  # handed over as stored, see `LoadPlan.blobs`
     in_runs = _in_runs(in_, in_shares)
     in_size = side_size(in_)
@@ -102,7 +103,7 @@ def localize(
                 continue
             runs = _runs_along(dim, out_runs, in_runs, in_size)
             offset = sizes[position] if dim.along in ("out", "flat") else 0
-            spans.append(_spans(dim, runs, offset))
+            spans.append(_spans(dim, runs, offset, _extent(dim, source, in_size)))
             sizes[position] = offset + sum(span.count for span in spans[-1])
         for chosen in product(*spans):
             box = tuple(span.source for span in chosen if span.source is not None)
@@ -177,36 +178,47 @@ def _blocks(dim: Dim, runs: Sequence[Run]) -> list[Run]:
     return union
 
 
-def _spans(dim: Dim, runs: Sequence[Run], offset: int) -> list[_Span]:
+def _spans(dim: Dim, runs: Sequence[Run], offset: int, extent: int) -> list[_Span]:
     spans: list[_Span] = []
+    end = dim.stored(extent)  # a last, short block may have fewer cells
     for run in _blocks(dim, runs):
         pieces = [run] if run.step == 1 or dim.cells == 1 else [Run(i, 1) for i in run.indices()]
         for piece in pieces:
-            cells = Run(piece.start * dim.cells, piece.count * dim.cells, piece.step if dim.cells == 1 else 1)
-            spans.append(_Span(cells, offset, cells.count))
-            offset += cells.count
+            first = piece.start * dim.cells
+            count = piece.count if dim.cells == 1 else min(piece.stop * dim.cells, end) - first
+            spans.append(_Span(Run(first, count, piece.step if dim.cells == 1 else 1), offset, count))
+            offset += count
     return spans
 
 
-def block_of_element(
+def local_elements(
     dim: Dim, out: Side, in_: Side, form: tuple[Source, ...], out_shares: Shares, in_shares: Shares
-) -> list[tuple[int, int]]:
-    """Returns, for every local element along a dimension in logical order, its local block and place in that block.
+) -> list[Run]:
+    """Returns where a rank's elements along a dimension, in logical order, lie among those of the blocks it holds.
 
-    For ``per=1`` that is ``(i, 0)``. Where every cut falls on a block it is ``(i // per, i % per)``; elsewhere the
-    pair tells which of the covering blocks holds the element: what dequantising a misaligned shard needs.
+    The positions count `per` for every block held (fewer for a last, short one of a covering dimension): position
+    ``p`` is in block ``p // per``. Where every cut falls between blocks that is one run from 0; elsewhere the runs tell
+    which elements of the covering blocks are the rank's own: what dequantising a misaligned shard needs.
     """
     in_runs, in_size = _in_runs(in_, in_shares), side_size(in_)
-    found: list[tuple[int, int]] = []
+    found: list[Run] = []
     base = 0
     for source in form if dim.along != "in" else form[:1]:
         runs = _runs_along(dim, _out_runs(source, out, out_shares), in_runs, in_size)
         if dim.per == 1:
             count = sum(run.count for run in runs)
-            found.extend((base + i, 0) for i in range(count))
+            found.append(Run(base, count))
             base += count
             continue
-        local = {block: base + i for i, block in enumerate(b for run in _blocks(dim, runs) for b in run.indices())}
-        found.extend((local[i // dim.per], i % dim.per) for run in runs for i in run.indices())
-        base += len(local)
-    return found
+        end = _extent(dim, source, in_size) if dim.covering else None
+        shifts: list[tuple[int, int]] = []  # first element of neighbouring blocks held, and how far they moved
+        for blocks in _blocks(dim, runs):
+            first, stop = blocks.start * dim.per, blocks.stop * dim.per
+            shifts.append((first, base - first))
+            base += (stop if end is None else min(stop, end)) - first
+        for run in runs:
+            pieces = [run] if run.step <= dim.per else [Run(i, 1) for i in run.indices()]
+            for piece in pieces:
+                _, shift = shifts[bisect_right(shifts, piece.start, key=lambda pair: pair[0]) - 1]
+                found.append(Run(piece.start + shift, piece.count, piece.step))
+    return join([run for run in found if run.count])

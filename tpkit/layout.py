@@ -103,9 +103,10 @@ class Source:
     views: tuple[tuple[str, View], ...]
     size: int
 
-    def tensor(self, parameter: str) -> str:
-        """Returns the name on disk of one of its tensors."""
-        return f"{self.name}.{parameter}" if self.name else parameter
+    def tensor(self, parameter: str, stem: str | None = None) -> str:
+        """Returns the name on disk of one of its tensors; `stem` is used in place of its own."""
+        stem = self.name if stem is None else stem
+        return f"{stem}.{parameter}" if stem else parameter
 
 
 def apart(names: Sequence[str], side: Side) -> tuple[Source, ...]:

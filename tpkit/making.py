@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from tpkit.distributed.group import TensorParallel
 from tpkit.errors import PluginError, SpecError
 from tpkit.layers.container import Container
 from tpkit.layers.norm import RMSNorm
+from tpkit.layers.parted import PartedLinear
 from tpkit.layers.rotary import Rotary
 from tpkit.layers.sharded import Sharded, ShardedModule
 from tpkit.planning import ModelPlan
@@ -120,16 +122,31 @@ class Maker:
                     f"{node.where}: {node.path} is tied to {options.tied.to}, which must be written before it"
                 )
             flags["tied"] = self.made[options.tied.to]
+        parts = self.plan.planned[node.path].parts
+        if parts and not options.tied:
+            return self._parted(node, parts, flags)
         built: nn.Module = self.registry.load("style", node.word).build(self._sharded(node), self.tp, **flags)
         return built
 
+    def _parted(self, node: Node, parts: Sequence[str], flags: Mapping[str, Any]) -> nn.Module:
+        shards = {path.removeprefix(f"{node.path}."): self._shard(path) for path in parts}
+        built = PartedLinear(self._sharded(node), self.tp, shards, **flags)
+        self.made.update({f"{node.path}.{name}": part for name, part in built.parts.items()})
+        return built
+
     def _sharded(self, node: Node) -> Sharded:
+        return self._shard(node.path)
+
+    def _shard(self, path: str) -> Sharded:
+        planned = self.plan.planned[path]
         return Sharded(
-            layer=self.plan.layers[node.path],
+            layer=self.plan.layers[path],
             rank=self.tp.rank,
-            method=self.plan.methods.get(node.path),
+            method=planned.choice.method if planned.choice else None,
             device=self.context.device,
             dtype=self.plan.dtype,
+            linear=planned.linear,
+            lazy=planned.choice is not None and planned.choice.name != "none",
         )
 
     def _keep(self, node: Node, module: nn.Module) -> nn.Module:

@@ -61,8 +61,11 @@ class Model(Container):
         return found
 
     def param_bytes(self) -> int:
-        """Returns the bytes of this rank's parameters; a shared one counts once."""
-        return sum(p.numel() * p.element_size() for p in self.parameters())
+        """Returns the bytes of this rank's weights as they are held now; a shared one counts once."""
+        blobs = {
+            id(blob): blob for m in self.sharded_modules.values() for held in m.blobs.values() for blob in held.values()
+        }
+        return sum(p.numel() * p.element_size() for p in (*self.parameters(), *blobs.values()))
 
     def new_cache(self, batch: int, length: int) -> KVCache:
         """Returns an empty KV cache for `batch` sequences of up to `length` tokens, for this rank's kv heads."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
     from tpkit.making import BuildContext
 
-__all__ = ["Attention", "Declared", "Embedding", "Mlp", "ModuleType", "Options", "Role", "Sides"]
+__all__ = ["Attention", "Declared", "Embedding", "Mlp", "ModuleType", "Options", "Plain", "Role", "Sides"]
 
 
 #: built children: role -> (name, module)
 Children: TypeAlias = "Mapping[str, tuple[str, nn.Module]]"
+
+
+class Plain:
+    """Marks a word whose value is data as it stands, never a name or an expression."""
 
 
 class Options(BaseModel):
@@ -207,6 +211,7 @@ class EmbeddingOptions(Options):
     rows: int = Field(default="vocab_size")  # type: ignore[assignment]
     width: int = Field(default="hidden_size")  # type: ignore[assignment]
     scale: float | None = None
+    quant: Annotated[str | dict[str, Any] | None, Plain()] = None
 
 
 class Embedding(ModuleType):

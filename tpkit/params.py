@@ -11,11 +11,11 @@ take `cells` stored cells.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tpkit.dtypes import dtype_name
+from tpkit.dtypes import FLOATS, dtype_name
 from tpkit.errors import PluginError
 
 if TYPE_CHECKING:
@@ -48,9 +48,18 @@ class Dim:
         if self.per < 1 or self.cells < 1 or self.size < 0:
             raise PluginError(f"dimension {self}: per and cells must be at least 1")
 
+    @property
+    def covering(self) -> bool:
+        """Says that elements have cells of their own, and come in whole blocks all the same: ``In(per=64, cells=64)``.
+
+        That is how a method asks for all elements of a group, a neighbour's too: to quantise while loading.
+        """
+        return self.per == self.cells > 1
+
     def stored(self, elements: int) -> int:
-        """Returns the cells that hold a number of elements; a last, short block takes whole cells."""
-        return -(-elements // self.per) * self.cells
+        """Returns the cells that hold a number of elements. A last, short block takes whole words."""
+        whole, rest = divmod(elements, self.per)
+        return whole * self.cells + (rest if self.covering else self.cells if rest else 0)
 
 
 def _dim(along: Along, pack: int | None, block: int | None, per: int | None, cells: int) -> Dim:
@@ -100,12 +109,16 @@ class ParamSpec:
         dims: what each dimension runs along.
         default: value of every element if the checkpoint has no such tensor; None: it must be there.
         transposed: the dimensions come in reverse order on disk.
+        flattened: on disk the dimensions are one, their row-major flattening.
+        stored: name on disk where it is not the parameter's own, e.g. ``weight.absmax``.
     """
 
     dtype: str
     dims: tuple[Dim, ...]
     default: float | None = field(default=None, kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
+    flattened: bool = field(default=False, kw_only=True)
+    stored: str | None = field(default=None, kw_only=True)
 
     def __init__(
         self,
@@ -114,11 +127,15 @@ class ParamSpec:
         *,
         default: float | None = None,
         transposed: bool = False,
+        flattened: bool = False,
+        stored: str | None = None,
     ) -> None:
         object.__setattr__(self, "dtype", dtype_name(dtype))
         object.__setattr__(self, "dims", tuple(dims))
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "transposed", transposed)
+        object.__setattr__(self, "flattened", flattened)
+        object.__setattr__(self, "stored", stored)
         words = [dim.along for dim in self.dims]
         for along in ("out", "in", "flat", "segment", "blob"):
             if words.count(along) > 1:
@@ -129,14 +146,28 @@ class ParamSpec:
             raise PluginError(f"{self.dims}: Flat already runs along Out and In")
         if "blob" in words and len(words) > 1:
             raise PluginError(f"{self.dims}: a Blob stands alone")
+        if transposed and flattened:
+            raise PluginError(f"{self.dims}: transposed and flattened exclude each other")
+
+    @property
+    def is_blob(self) -> bool:
+        """Says that it is handed over whole, as stored."""
+        return any(dim.along == "blob" for dim in self.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a checkpoint says of a stored tensor before any of it is read."""
+    """What a checkpoint says of a stored tensor before any of it is read.
+
+    Attributes:
+        dtype: element type by name.
+        shape: as stored.
+        encoding: what its bytes mean where the format has a name for it (``Q4_K``); "" for plain elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    encoding: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +196,20 @@ class LinearSpec:
     def out_features(self) -> int:
         """Size of the logical output."""
         return sum(size for _, size in self.segments)
+
+    def header(self, name: str) -> Header | None:
+        """Returns the header of a stored tensor by its name on disk, of the first source that has it."""
+        return next((held[name] for held in self.stored.values() if name in held), None)
+
+    def dtype_of(self, name: str, default: str, among: Collection[str] | None = None) -> str:
+        """Returns the type a tensor is stored in, so that it can be kept in it.
+
+        Args:
+            name: its name on disk.
+            default: where no checkpoint tells.
+            among: types that make sense; None: the plain floats. Another one gives `default`, so that loading says
+                what does not fit.
+        """
+        header = self.header(name)
+        known = FLOATS if among is None else among
+        return header.dtype if header is not None and header.dtype in known else default

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.metadata import version
-from math import inf
+from math import inf, prod
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from tpkit.checkpoint.plan import LoadPlan, choose_form, plan_load
+from tpkit.checkpoint.findings import looks_quantised
+from tpkit.checkpoint.plan import LoadPlan, plan_load
 from tpkit.checkpoint.stored import Checkpoint, Stored
 from tpkit.declare import Declaration, declare
 from tpkit.division import DividedLayer, divide_layers
 from tpkit.dtypes import FLOATS, dtype_name
-from tpkit.errors import LoadError, PluginError, SpecError, UsageError
+from tpkit.errors import LoadError, SpecError, UsageError
 from tpkit.geometry import stored_shape
-from tpkit.layout import LayerSpec, Source
-from tpkit.params import LinearSpec, Out, ParamSpec
+from tpkit.layering import PlannedLayer, layers_of
+from tpkit.layout import LayerSpec
 from tpkit.partition import side_size
-from tpkit.quant import QuantMethod
+from tpkit.quant.resolve import Resolver
+from tpkit.quant.stated import Stated, stated_beside, stated_in
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec
 
@@ -40,8 +41,7 @@ class ModelPlan:
         load: the proved load plan.
         layers: divided layers by path; a tied one has its owner's.
         declarations: by path.
-        methods: quant method by path, for everything that multiplies or looks up.
-        method_names: their registry names.
+        planned: what was planned for each layer, by path: its quant method, its parts; a tied one has its owner's.
     """
 
     spec: BoundSpec
@@ -49,13 +49,13 @@ class ModelPlan:
     load: LoadPlan
     layers: Mapping[str, DividedLayer]
     declarations: Mapping[str, Declaration]
-    methods: Mapping[str, QuantMethod]
-    method_names: Mapping[str, str]
+    planned: Mapping[str, PlannedLayer]
 
     def fingerprints(self, registry: Registry) -> dict[str, str]:
         """Returns what must be the same on every rank before they load, by name."""
         nodes = list(self.spec.root.walk())
-        names = {("quant method", name) for name in self.method_names.values()}
+        chosen = {path: each.choice for path, each in self.planned.items() if each.choice is not None}
+        names = {("quant method", choice.name) for choice in chosen.values()}
         names |= {("module", node.word) for node in nodes if node.kind == "module"}
         names |= {("style", node.word) for node in nodes if node.kind == "projection"}
         used = [registry.find(kind, name) for kind, name in sorted(names)]
@@ -68,6 +68,7 @@ class ModelPlan:
             "checkpoint": checkpoint.digest if checkpoint else "none",
             "dtype": self.dtype,
             "plugins": plugins,
+            "quantisation": _digest(f"{path} {c} {c.method.options!r}" for path, c in chosen.items()),
             "bytes per rank": str([self.load.param_bytes(rank) for rank in range(self.load.ranks)]),
         }
 
@@ -80,10 +81,9 @@ class Prepared:
     dtype: str
     checkpoint: Checkpoint | None
     declarations: Mapping[str, Declaration]
-    methods: Mapping[str, QuantMethod]
-    method_names: Mapping[str, str]
-    layers: tuple[tuple[LayerSpec, tuple[Source, ...]], ...]
+    planned: tuple[PlannedLayer, ...]
     ties: tuple[LayerSpec, ...]
+    said: bool
 
     def divide(self, ranks: int, split: Sequence[float] | None = None) -> ModelPlan:
         """Divides over ranks and proves the plan; see `plan_model`."""
@@ -93,27 +93,47 @@ class Prepared:
             raise UsageError(f"{ranks} ranks: more than {MAX_RANKS} are taken for a mistake")
         if split is not None and (len(split) != ranks or not all(0 < w < inf for w in (*split, sum(split)))):
             raise UsageError(f"split {list(split)} for {ranks} ranks", hint="give a positive weight for each rank")
-        divided = divide_layers(self.layers, ranks, tuple(split) if split is not None else None)
+        pairs = [(each.spec, each.form) for each in self.planned]
+        divided = divide_layers(pairs, ranks, tuple(split) if split is not None else None)
         by_path = {layer.spec.path: layer for layer in divided}
+        planned = {each.spec.path: each for each in self.planned}
         for tie in self.ties:
             by_path[tie.path] = _tied(tie, by_path, self.spec)
+            planned[tie.path] = planned[tie.tied_to or ""]
         return ModelPlan(
             spec=self.spec,
             dtype=self.dtype,
             load=self._load(divided, ranks),
             layers=by_path,
             declarations=self.declarations,
-            methods=self.methods,
-            method_names=self.method_names,
+            planned=planned,
         )
 
     def _load(self, divided: list[DividedLayer], ranks: int) -> LoadPlan:
         try:
-            return plan_load(divided, self.ties, ranks, self.checkpoint, self.spec.ignore, self.spec.source)
+            return plan_load(
+                divided,
+                self.ties,
+                ranks,
+                self.checkpoint,
+                self.spec.ignore,
+                self.spec.source,
+                accepted=self._accepted(),
+            )
         except LoadError as error:
             if not self.spec.config and error.hint is None:
                 error.hint = "the description is bound to its own defaults: load_spec takes a config.json as `config`"
+            elif not self.said and self.checkpoint is not None and looks_quantised(self.checkpoint):
+                error.hint = (
+                    "the checkpoint looks quantised, but nothing says how: its config.json has no quantization_config; "
+                    "name the method with --quant"
+                )
             raise
+
+    def _accepted(self) -> dict[str, str]:
+        """Returns patterns of tensors that the quant methods know and do not need, and whose they are."""
+        chosen = [each.choice for each in self.planned if each.choice is not None]
+        return {pattern: choice.name for choice in chosen for pattern in choice.method.unused}
 
 
 def plan_model(
@@ -148,43 +168,37 @@ def prepare(
     registry = registry or Registry.default()
     name = _model_dtype(spec, checkpoint, dtype)
     declarations = _declare(spec, registry, checkpoint)
-    methods, names = _methods(spec, registry, declarations)
-    layers: list[tuple[LayerSpec, tuple[Source, ...]]] = []
-    ties: list[LayerSpec] = []
-    for declaration in declarations:
-        path = declaration.node.path
-        form = choose_form(declaration.forms, checkpoint)
-        params = () if declaration.tied_to else _params(declaration, form, methods.get(path), name, checkpoint)
-        layer = LayerSpec(
-            path=path,
-            out=declaration.out,
-            in_=declaration.in_,
-            forms=declaration.forms,
-            params=params,
-            style=declaration.style,
-            method=names.get(path, ""),
-            tied_to=declaration.tied_to,
-        )
-        if declaration.tied_to:
-            ties.append(layer)
-        else:
-            layers.append((layer, form))
+    resolver = Resolver(registry, _stated(spec, checkpoint))
+    planned = [each for declaration in declarations for each in layers_of(declaration, checkpoint, resolver, name)]
     return Prepared(
         spec=spec,
         dtype=name,
         checkpoint=checkpoint,
         declarations={d.node.path: d for d in declarations},
-        methods=methods,
-        method_names=names,
-        layers=tuple(layers),
-        ties=tuple(ties),
+        planned=tuple(each for each in planned if not each.spec.tied_to),
+        ties=tuple(each.spec for each in planned if each.spec.tied_to),
+        said=resolver.said,
     )
+
+
+def _stated(spec: BoundSpec, checkpoint: Checkpoint | None) -> list[Stated]:
+    """Returns what the description, config.json, the checkpoint's format and the files beside it say."""
+    found = list(spec.quantization)
+    if checkpoint is not None:
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        if checkpoint.quantization is not None:
+            found += stated_in({"quantization_config": checkpoint.quantization}, checkpoint.path.name)
+        elif spec.folder is None or folder.resolve() != spec.folder.resolve():
+            found += stated_beside(folder)
+    return found
 
 
 def _model_dtype(spec: BoundSpec, checkpoint: Checkpoint | None, dtype: str) -> str:
     if dtype == "auto":
         said = spec.config.get("dtype") or spec.config.get("torch_dtype")
         found = checkpoint.float_dtype if checkpoint is not None else None
+        if said and spec.quantization:
+            found = None  # most floats of a quantised checkpoint may be scales
         dtype = found or (str(said) if said else "bfloat16")
     name = dtype_name(dtype)
     if name not in FLOATS:
@@ -204,66 +218,6 @@ def _declare(spec: BoundSpec, registry: Registry, checkpoint: Checkpoint | None)
     return max(tried, key=found)
 
 
-def _methods(
-    spec: BoundSpec, registry: Registry, declarations: Sequence[Declaration]
-) -> tuple[dict[str, QuantMethod], dict[str, str]]:
-    quantised = spec.config.get("quantization_config")
-    name, options = "none", None
-    if quantised is not None:
-        if not isinstance(quantised, Mapping) or not isinstance(quantised.get("quant_method"), str):
-            raise SpecError(
-                "config.json: quantization_config names no quant_method", hint="it must be a mapping with one"
-            )
-        name, options = quantised["quant_method"], {k: v for k, v in quantised.items() if k != "quant_method"}
-    made = {"none": _method(registry, "none", None)}
-    methods, names = {}, {}
-    for declaration in declarations:
-        if not declaration.in_:
-            continue
-        chosen = name if declaration.node.kind == "projection" and declaration.style != "vocab" else "none"
-        if chosen not in made:
-            made[chosen] = _method(registry, chosen, options)
-        methods[declaration.node.path], names[declaration.node.path] = made[chosen], chosen
-    return methods, names
-
-
-def _method(registry: Registry, name: str, options: Mapping[str, object] | None) -> QuantMethod:
-    kind = registry.load("quant method", name)
-    if not (isinstance(kind, type) and issubclass(kind, QuantMethod)):
-        raise PluginError(f"quant method {name!r} is {kind!r}, not a subclass of tpkit.QuantMethod")
-    try:
-        made = kind(kind.Options(**(options or {})))
-    except ValidationError as cause:
-        who = registry.find("quant method", name)
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in cause.errors())
-        raise PluginError(
-            f"quant method {name!r} of {who.distribution} {who.version} does not take the options of config.json's "
-            f"quantization_config: {wrong}"
-        ) from cause
-    return made
-
-
-def _params(
-    declaration: Declaration,
-    form: tuple[Source, ...],
-    method: QuantMethod | None,
-    dtype: str,
-    checkpoint: Checkpoint | None,
-) -> tuple[tuple[str, ParamSpec], ...]:
-    if method is None:
-        return (("weight", ParamSpec(dtype, dims=(Out(),))),)
-    linear = LinearSpec(
-        name=declaration.node.path,
-        in_features=side_size(declaration.in_),
-        segments=tuple((part.name, part.size) for part in declaration.out),
-        dtype=dtype,
-        embedding=declaration.node.kind == "module",
-        transposed=getattr(declaration.node.options, "transposed", False),
-        stored={source.name: checkpoint.under(source.name) for source in form} if checkpoint else {},
-    )
-    return method.parameters(linear, declaration.bias)
-
-
 def _tied(tie: LayerSpec, by_path: Mapping[str, DividedLayer], spec: BoundSpec) -> DividedLayer:
     owner = by_path.get(tie.tied_to or "")
     if owner is None:
@@ -275,6 +229,10 @@ def _tied(tie: LayerSpec, by_path: Mapping[str, DividedLayer], spec: BoundSpec) 
             hint="a shared weight has one size, and is divided for both or for neither",
         )
     return owner
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _extent(layer: LayerSpec) -> str:
@@ -291,6 +249,8 @@ def derived_checkpoint(plan: ModelPlan) -> Checkpoint:
         for name, spec in layer.spec.params:
             for source in layer.form:
                 shape = stored_shape(spec, source, in_size)
-                shape = tuple(reversed(shape)) if spec.transposed else shape
-                tensors[source.tensor(name)] = Stored(dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0)
+                shape = tuple(reversed(shape)) if spec.transposed else (prod(shape),) if spec.flattened else shape
+                tensors[source.tensor(spec.stored or name)] = Stored(
+                    dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0
+                )
     return Checkpoint(Path("(derived)"), tensors)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tpkit.checkpoint.plan import LoadPlan
 from tpkit.dtypes import itemsize
+from tpkit.kernels import kernel_of
 from tpkit.partition import Axis, Share
 from tpkit.planning import ModelPlan
 
@@ -92,8 +93,13 @@ def plan_json(plan: ModelPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_text(plan: ModelPlan) -> str:
-    """Returns the table of a plan: what every rank holds of every projection, and how evenly."""
+def plan_text(plan: ModelPlan, device: str = "cpu") -> str:
+    """Returns the table of a plan: what every rank holds of every projection, how evenly, and by which kernels.
+
+    Args:
+        plan: the plan.
+        device: type of the device that kernels are chosen for.
+    """
     load = plan.load
     head = ["parameter", "layers", "style", "quant", "dtype", "full shape", "shape per rank", "bytes", "replicated"]
     body = [
@@ -103,7 +109,7 @@ def plan_text(plan: ModelPlan) -> str:
         ]
         for row in rows_of(plan)
     ]  # fmt: skip
-    return "\n".join([table(head, body), "", *_axes(load), *_notes(load)])
+    return "\n".join([table(head, body), "", *_axes(load), *_notes(plan, device)])
 
 
 def _axes(load: LoadPlan) -> list[str]:
@@ -118,8 +124,38 @@ def _axes(load: LoadPlan) -> list[str]:
     return lines
 
 
-def _notes(load: LoadPlan) -> Iterable[str]:
+def _parts(plan: ModelPlan) -> Iterable[str]:
+    """Tells which packed projections are built in parts, and as what; alike layers once."""
+    folded: dict[str, int] = {}
+    for path, planned in plan.planned.items():
+        if planned.parts:
+            parts = ", ".join(f"{p.removeprefix(path + '.')}: {plan.planned[p].choice}" for p in planned.parts)
+            line = f"{_NUMBER.sub('*', path)} is built in parts ({parts})"
+            folded[line] = folded.get(line, 0) + 1
+    yield from (line if count == 1 else f"{line}, {count} layers" for line, count in folded.items())
+
+
+def _kernels(plan: ModelPlan, device: str) -> Iterable[str]:
+    """Tells which shards of methods with kernels get one, and which are dequantised."""
+    counts: dict[tuple[str, str], int] = {}
+    for layer in plan.load.layers:
+        choice = plan.planned[layer.spec.path].choice
+        if choice is None or not choice.method.kernels:
+            continue
+        for rank in range(plan.load.ranks):
+            if all(sum(layer.sizes(side, rank)) for side in (layer.spec.out, layer.spec.in_)):
+                kernel = kernel_of(choice.method.kernels, layer, rank, device, plan.dtype)
+                key = str(choice), kernel or "none, dequantised"
+                counts[key] = counts.get(key, 0) + 1
+    for (method, kernel), count in counts.items():
+        yield f"kernel of {method} on {device}: {kernel} ({count} shards)"
+
+
+def _notes(plan: ModelPlan, device: str) -> Iterable[str]:
+    load = plan.load
     yield from (f"{tie.path} ({tie.style}) shares the weight of {tie.tied_to}" for tie in load.ties)
+    yield from _parts(plan)
+    yield from _kernels(plan, device)
     if load.ranks > 1:
         held = sum(load.param_bytes(rank) for rank in range(load.ranks))
         share = load.replicated_bytes() / held if held else 0.0

@@ -28,7 +28,6 @@ L0 = "model.layers.0"
         f"{L0}.self_attn.x_q_proj.weight",
         "q_proj.weight",
         f"x.{L0}.self_attn.q_proj.weight",
-        f"{L0}.self_attn.q_proj.weight.absmax",
     ],
 )
 def test_a_name_that_only_contains_another_is_left_alone(name: str, tmp_path: Path) -> None:
@@ -39,6 +38,14 @@ def test_a_name_that_only_contains_another_is_left_alone(name: str, tmp_path: Pa
     assert caught.value.groups["not in the description"][0].startswith(f"{name} float32")
     planned = plan(write(tmp_path, tensors), source=description(ignore=[name]))
     assert planned.load.ignored.keys() == {name}
+
+
+@pytest.mark.parametrize("last", ["weight.absmax", "weight_scale", "k_scale"])
+def test_what_lies_below_a_projection_cannot_be_ignored(last: str, tmp_path: Path) -> None:
+    name = f"{L0}.self_attn.q_proj.{last}"
+    tensors = weights() | {name: torch.zeros(32, 32)}
+    with pytest.raises(LoadError, match=r"cannot leave out what belongs to a projection"):
+        plan(write(tmp_path, tensors), source=description(ignore=[f"model.layers.*.self_attn.q_proj.{last}"]))
 
 
 def test_packed_names_that_contain_each_other(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from tpkit.division import divide_layers
 from tpkit.errors import PluginError, ShardingError
-from tpkit.geometry import block_of_element, localize, stored_shape
+from tpkit.geometry import local_elements, localize, stored_shape
 from tpkit.layout import LayerSpec, Run, Source, View, apart, fused, join
 from tpkit.params import Dim, Fixed, Flat, In, Out, ParamSpec, Segment
 from tpkit.partition import Axis, Features, Side, side_size
@@ -130,15 +130,38 @@ def test_a_blocked_parameter_gives_every_element_its_own_value(
     for rank in range(n):
         held = _fill(spec, divided, rank, disk)
         shares = divided.shares(out, rank), divided.shares(in_, rank)
-        rows = block_of_element(spec.dims[0], out, in_, form, *shares)
-        columns = block_of_element(spec.dims[1], out, in_, form, *shares)
+        rows, columns = (_positions(local_elements(dim, out, in_, form, *shares)) for dim in spec.dims)
         expected = _logical_blocks(spec, out, in_, form, disk, divided, rank)
-        found = (
-            held[[b for b, _ in rows]][:, [b for b, _ in columns]]
-            if rows and columns
-            else torch.zeros(len(rows), len(columns))
-        )
-        assert torch.equal(found.to(torch.int64), expected)
+        found = held[[x // spec.dims[0].per for x in rows]][:, [x // spec.dims[1].per for x in columns]]
+        assert torch.equal(found.to(torch.int64).reshape(expected.shape), expected)
+
+
+def _positions(runs: list[Run]) -> list[int]:
+    return [index for run in runs for index in run.indices()]
+
+
+@settings(max_examples=200)
+@given(_layers(), st.integers(1, 7), st.integers(1, 9))
+def test_a_covering_dimension_holds_whole_blocks_and_finds_its_own_elements_in_them(
+    case: tuple[Side, Side, tuple[Source, ...], int], rows: int, columns: int
+) -> None:
+    """What a method that quantises while loading asks for: all elements of a group, a neighbour's too."""
+    out, in_, form, n = case
+    spec = ParamSpec("float32", (Out(per=rows, cells=rows), In(per=columns, cells=columns)))
+    dense = ParamSpec("float32", (Out(), In()))
+    layer = LayerSpec(path="layer", out=out, in_=in_, forms=(form,), params=(("p", spec), ("d", dense)))
+    (divided,) = divide_layers([(layer, form)], n)
+    assert divided.geometry.gaps == ()
+    disk = _stored(spec, form, side_size(in_))
+    assert [t.shape for t in disk] == [t.shape for t in _stored(dense, form, side_size(in_))]
+    for rank in range(n):
+        held = _fill(spec, divided, rank, disk)
+        shares = divided.shares(out, rank), divided.shares(in_, rank)
+        own = [_positions(local_elements(dim, out, in_, form, *shares)) for dim in spec.dims]
+        expected = _logical_blocks(dense, out, in_, form, disk, divided, rank)
+        assert torch.equal(held[own[0]][:, own[1]].reshape(expected.shape), expected)
+        if columns >= side_size(in_) and own[0] and own[1]:
+            assert held.shape[1] == side_size(in_)
 
 
 def _logical_blocks(
@@ -219,8 +242,8 @@ def test_a_fused_block_grid_runs_on_across_segments() -> None:
     (divided,) = divide_layers([(layer, form)], 2)
     assert [local["p"].shape for local in divided.geometry.local] == [(3, 1), (3, 1)]
     for rank, rows in enumerate([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 2, 2, 2, 2]]):
-        pairs = block_of_element(spec.dims[0], out, layer.in_, form, divided.shares(out, rank), (None,))
-        assert [block for block, _ in pairs] == rows
+        own = local_elements(spec.dims[0], out, layer.in_, form, divided.shares(out, rank), (None,))
+        assert [position // 4 for position in _positions(own)] == rows
 
 
 @pytest.mark.parametrize(

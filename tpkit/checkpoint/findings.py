@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 
 from tpkit.checkpoint.stored import Checkpoint, Stored, listed
@@ -12,7 +13,21 @@ from tpkit.errors import SHOWN, LoadError, did_you_mean
 from tpkit.layout import LayerSpec
 from tpkit.params import ParamSpec
 
-__all__ = ["Findings", "check_header", "missing_line"]
+__all__ = ["Findings", "check_header", "looks_quantised", "missing_line"]
+
+
+#: last components of names that only quantised weights have
+_TELLING = frozenset(
+    ("qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "absmax", "SCB", "scales")
+)
+
+
+def looks_quantised(checkpoint: Checkpoint) -> bool:
+    """Says whether names or types of tensors tell that weights are quantised."""
+    return any(
+        name.rpartition(".")[2] in _TELLING or (name.endswith(".weight") and stored.dtype not in FLOATS)
+        for name, stored in checkpoint.tensors.items()
+    )
 
 
 class Findings:
@@ -37,7 +52,8 @@ class Findings:
             line = f"{path}.{name} on rank {rank}: {missing} elements not written, {doubled} written more than once"
             self.add("not written exactly once", line)
         for (index, name), count in layer.geometry.unread.items():
-            self.add("read by no rank", f"{count} elements of {layer.form[index].tensor(name)}")
+            stored = dict(layer.spec.params)[name].stored or name
+            self.add("read by no rank", f"{count} elements of {layer.form[index].tensor(stored)}")
 
     def raise_if_any(self, path: Path | None, description: str) -> None:
         """Raises one error with all findings."""
@@ -50,7 +66,7 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     """Returns what is said of a tensor that is not there; with `near`, also what is there instead."""
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
-    own = {source.tensor(name) for form in spec.forms for source in form for name, _ in spec.params}
+    own = {source.tensor(p.stored or name) for form in spec.forms for source in form for name, p in spec.params}
     strangers = [name for name in checkpoint.tensors if name not in own]
     beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, strangers) if near else ""
     goal = f"{spec.path}.{last}" if spec.path else tensor
@@ -61,7 +77,7 @@ def check_header(
     tensor: str, stored: Stored, param: ParamSpec, shape: tuple[int, ...], findings: Findings, spec: LayerSpec
 ) -> None:
     """Notes a stored tensor whose shape (up to dimensions of one element) or type is not the parameter's."""
-    wanted = tuple(reversed(shape)) if param.transposed else shape
+    wanted = tuple(reversed(shape)) if param.transposed else (prod(shape),) if param.flattened else shape
     if _squeezed(stored.shape) != _squeezed(wanted):
         hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
         findings.add(

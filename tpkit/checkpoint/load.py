@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from tpkit.checkpoint.memory import AnonymousMemory
-from tpkit.checkpoint.plan import LoadPlan, Transfer, choose_form, plan_load
+from tpkit.checkpoint.plan import LoadPlan, Transfer
 from tpkit.checkpoint.reader import MappedReader, Reader
-from tpkit.checkpoint.stored import Checkpoint, Stored
-from tpkit.division import DividedLayer, with_form
-from tpkit.dtypes import FLOATS, dtype_name
-from tpkit.errors import CheckpointError, LoadError
-from tpkit.layout import Run, Source
+from tpkit.checkpoint.stored import Stored
+from tpkit.dtypes import dtype_name
+from tpkit.errors import CheckpointError
+from tpkit.layout import Run
 from tpkit.quant.base import plugin_errors
 
 if TYPE_CHECKING:
     from tpkit.layers.sharded import ShardedModule
 
-__all__ = ["Loaded", "load_layer", "load_model"]
+__all__ = ["Loaded", "check_range", "load_model", "parameter_of", "process"]
 
 #: elements copied at a time; bounds what a conversion or a copy to another device needs beside the parameter
 CHUNK = 1 << 22
@@ -69,27 +68,64 @@ def load_model(
     reader = reader or MappedReader()
     if plan.checkpoint is not None:
         plan.checkpoint.check_unchanged()
+    work = _Work(plan, rank, modules, reader)
     try:
         transfers = sorted(plan.transfers(rank), key=lambda t: (t.stored.file, t.stored.begin))
+        left = Counter(transfer.layer for transfer in transfers)
+        for path in [layer.spec.path for layer in plan.layers if not left[layer.spec.path]]:
+            work.begin(path)
+            work.finish(path)
         for transfer in transfers:
-            _copy(transfer, _parameter(modules, transfer.layer, transfer.param), reader, memory)
+            work.begin(transfer.layer)
+            _copy(transfer, parameter_of(modules, transfer.layer, transfer.param), reader, memory)
+            left[transfer.layer] -= 1
+            if not left[transfer.layer]:
+                work.finish(transfer.layer)
+                if memory is not None:
+                    memory.sample()
             if progress is not None:
                 progress(reader.bytes_read)
-        for path, name, value in plan.defaults:
-            _parameter(modules, path, name).data.fill_(value)
-        for path, name, segment, tensor in plan.blobs:
-            stored = _stored(plan, tensor)
-            whole = tuple(Run(0, n) for n in stored.shape)
-            modules[path].blobs.setdefault(name, {})[segment] = reader.read(tensor, stored, stored.shape, whole).clone()
         _check_zero(plan, reader)
-        _check_equal(plan, rank, modules, reader)
     finally:
         reader.close()
-    for path, module in modules.items():
-        if module.quant_method is not None:
-            with plugin_errors(module.quant_method, "process_weights_after_loading", path):
-                module.quant_method.process_weights_after_loading(module)
     return Loaded(bytes_read=reader.bytes_read, seconds=time.perf_counter() - began)
+
+
+class _Work:
+    """Layers are finished one by one, so that what a quant method makes of one replaces it before the next is read."""
+
+    def __init__(self, plan: LoadPlan, rank: int, modules: Mapping[str, ShardedModule], reader: Reader) -> None:
+        self.plan, self.rank, self.modules, self.reader = plan, rank, modules, reader
+        self.begun: set[str] = set()
+
+    def begin(self, path: str) -> None:
+        """Gives a layer its memory, and absent parameters their default."""
+        if path in self.begun:
+            return
+        self.begun.add(path)
+        self.modules[path].allocate()
+        for layer, name, value in self.plan.defaults:
+            if layer == path:
+                parameter_of(self.modules, path, name).fill_(value)
+
+    def finish(self, path: str) -> None:
+        """Hands over what is not sliced, compares a tied copy, and lets the quant method repack."""
+        module = self.modules[path]
+        for layer, name, segment, tensor in self.plan.blobs:
+            if layer == path:
+                stored = _stored(self.plan, tensor)
+                whole = tuple(Run(0, n) for n in stored.shape)
+                piece = self.reader.read(tensor, stored, stored.shape, whole).clone()
+                module.blobs.setdefault(name, {})[segment] = piece
+        _check_equal(self.plan, self.rank, path, self.modules, self.reader)
+        process(module)
+
+
+def process(module: ShardedModule) -> None:
+    """Lets the quant method of a filled layer repack it; a rank that holds nothing of it has nothing to repack."""
+    if module.quant_method is not None and module.out_features and module.in_features and not module.is_tied:
+        with plugin_errors(module.quant_method, "process_weights_after_loading", module.sharded.layer.spec.path):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _stored(plan: LoadPlan, tensor: str) -> Stored:
@@ -98,7 +134,8 @@ def _stored(plan: LoadPlan, tensor: str) -> Stored:
     return plan.checkpoint.tensors[tensor]
 
 
-def _parameter(modules: Mapping[str, ShardedModule], path: str, name: str) -> torch.Tensor:
+def parameter_of(modules: Mapping[str, ShardedModule], path: str, name: str) -> torch.Tensor:
+    """Returns the parameter of a module that is to be filled."""
     found = getattr(modules[path], name)
     if not isinstance(found, nn.Parameter):
         raise CheckpointError(f"{path} has no parameter {name!r} to fill")
@@ -115,12 +152,12 @@ def _copy(transfer: Transfer, parameter: torch.Tensor, reader: Reader, memory: A
                 f"{transfer.tensor}: {list(piece.shape)} read for {list(goal.shape)} of {transfer.layer}"
             )
         goal.copy_(piece.reshape(goal.shape))
-        _check_range(f"{transfer.tensor} in {transfer.stored.file.name}", piece, goal)
+        check_range(f"{transfer.tensor} in {transfer.stored.file.name}", piece, goal)
         if memory is not None:
             memory.sample()
 
 
-def _check_range(name: str, piece: torch.Tensor, goal: torch.Tensor) -> None:
+def check_range(name: str, piece: torch.Tensor, goal: torch.Tensor) -> None:
     """A value beyond the narrower type's end would become infinite without a word."""
     if not (piece.is_floating_point() and goal.is_floating_point()):
         return
@@ -173,14 +210,16 @@ def _check_zero(plan: LoadPlan, reader: Reader) -> None:
             )
 
 
-def _check_equal(plan: LoadPlan, rank: int, modules: Mapping[str, ShardedModule], reader: Reader) -> None:
+def _check_equal(plan: LoadPlan, rank: int, path: str, modules: Mapping[str, ShardedModule], reader: Reader) -> None:
     """A tied head that is stored all the same must be the embedding; each rank compares the shard it holds."""
     for tensor, tie, owner in plan.equal:
-        stem, _, name = tensor.rpartition(".")
-        for transfer in plan.layer_transfers(owner, rank, rename=stem):
-            if transfer.param != name:
+        if owner.spec.path != path:
+            continue
+        for transfer in plan.layer_transfers(owner, rank, rename=tie.forms[0][0].name):
+            if transfer.tensor != tensor:
                 continue
-            held = _parameter(modules, owner.spec.path, name)
+            name = transfer.param
+            held = parameter_of(modules, owner.spec.path, name)
             target = held[tuple(slice(run.start, run.stop) for run in transfer.target)]
             for box, rows in _chunks(transfer):
                 goal = target if rows is None else target[rows[0] : rows[1]]
@@ -191,89 +230,3 @@ def _check_equal(plan: LoadPlan, rank: int, modules: Mapping[str, ShardedModule]
                         f"the configuration ties {tie.path} to it",
                         hint="set tie_word_embeddings to false to use the stored head",
                     )
-
-
-class _TensorReader:
-    """Reads boxes of tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.bytes_read = 0
-        self._tensors = tensors
-
-    def read(self, name: str, stored: Stored, shape: Sequence[int], box: Sequence[Run]) -> torch.Tensor:
-        whole = self._tensors[name].reshape(tuple(shape))
-        return whole[tuple(slice(run.start, run.stop, run.step) for run in box)]
-
-    def close(self) -> None:
-        pass
-
-
-def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pieces: bool = False) -> None:
-    """Fills one layer from tensors in memory by the same plan; see `ShardedModule.load`."""
-    path, rank = module.sharded.layer.spec.path, module.sharded.rank
-    headers = {
-        name: Stored(dtype=dtype_name(t.dtype), shape=tuple(t.shape), file=Path("(memory)"), begin=0)
-        for name, t in tensors.items()
-    }
-    name = path or type(module).__name__
-    checkpoint = Checkpoint(Path("what is given"), headers)
-    spec = module.sharded.layer.spec
-    named = replace(spec, forms=tuple(map(_relative, spec.forms)))
-    form = choose_form(named.forms, checkpoint)
-    layer = with_form(module.sharded.layer, named, form)
-    stored_as = replace(layer, spec=spec, form=spec.forms[named.forms.index(form)])
-    if pieces:
-        module.adopt(stored_as)
-        _fill_pieces(module, layer, tensors)
-        return
-    plan = plan_load([layer], [], module.tp.size, checkpoint, description=name)
-    module.adopt(stored_as)
-    load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
-
-
-def _relative(form: tuple[Source, ...]) -> tuple[Source, ...]:
-    """Names the parts of a packed layer by their last component, and the only source of any other by nothing."""
-    if len(form) == 1:
-        return (replace(form[0], name=""),)
-    return tuple(replace(source, name=source.name.rpartition(".")[2]) for source in form)
-
-
-def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fills parameters from tensors that are this rank's already: each goes to the box its source has in them."""
-    left = dict(tensors)
-    groups: dict[str, list[str]] = {"missing": [], "wrong shape": [], "wrong type": [], "not in the layer": []}
-    writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, spec in layer.spec.params:
-        for index, source in enumerate(layer.form):
-            tensor, goal = source.tensor(name), _piece_of(module, layer, name, index)
-            piece = left.pop(tensor, None)
-            if piece is None:
-                groups["missing"].append(tensor)
-                continue
-            if [n for n in piece.shape if n != 1] != [n for n in goal.shape if n != 1] and (
-                piece.numel() or goal.numel()
-            ):
-                held = f"rank {module.sharded.rank} holds {list(goal.shape)}"
-                groups["wrong shape"].append(f"{tensor} is {list(piece.shape)}, {held}")
-            stored = dtype_name(piece.dtype)
-            if stored != spec.dtype and not {stored, spec.dtype} <= FLOATS:
-                groups["wrong type"].append(f"{tensor} is {stored}, the layer holds {spec.dtype}")
-            writes.append((goal, piece))
-    groups["not in the layer"] = sorted(left)
-    if any(groups.values()):
-        raise LoadError(f"{layer.spec.path or type(module).__name__} cannot take these pieces", groups)
-    for goal, piece in writes:
-        goal.copy_(piece.reshape(goal.shape))
-        _check_range("a piece", piece, goal)
-
-
-def _piece_of(module: ShardedModule, layer: DividedLayer, name: str, index: int) -> torch.Tensor:
-    """Returns the part of a parameter that one source fills on this rank."""
-    held = _parameter({layer.spec.path: module}, layer.spec.path, name)
-    copies = layer.geometry.local[module.sharded.rank][name].copies
-    boxes = [copy.target for copy in copies if copy.source == index]
-    if not boxes:  # this rank got nothing of it
-        return held.new_empty(0)
-    return held[
-        tuple(slice(min(r.start for r in runs), max(r.stop for r in runs)) for runs in zip(*boxes, strict=True))
-    ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 from tpkit.checkpoint.findings import Findings, check_header, missing_line
@@ -85,7 +87,7 @@ class LoadPlan:
         for name, spec in layer.spec.params:
             for copy in layer.geometry.local[rank][name].copies:
                 source = layer.form[copy.source]
-                tensor = source.tensor(name) if rename is None else f"{rename}.{name}"
+                tensor = source.tensor(spec.stored or name, rename)
                 if tensor in self.checkpoint.tensors and all(run.count for run in copy.box):
                     yield Transfer(
                         tensor=tensor,
@@ -135,6 +137,8 @@ def plan_load(
     checkpoint: Checkpoint | None,
     ignore: Sequence[str] = (),
     description: str = "the description",
+    *,
+    accepted: Mapping[str, str] | None = None,
 ) -> LoadPlan:
     """Matches layers and stored tensors in both directions and proves the plan complete.
 
@@ -145,6 +149,7 @@ def plan_load(
         checkpoint: stored tensors; None plans without one.
         ignore: patterns of tensors that may be there and are not used.
         description: name of the description, for messages.
+        accepted: patterns of tensors that quant methods know and do not need, and their names.
 
     Raises:
         LoadError: missing, unexpected, doubly stored, wrongly shaped or typed tensors, and elements not written
@@ -161,7 +166,8 @@ def plan_load(
             used |= _match_layer(plan, layer, checkpoint, findings)
         used |= _match_ties(plan, ties, checkpoint, findings)
         findings.hint = _untied(layers, checkpoint)
-        _match_rest(plan, layers, checkpoint, used, ignore, findings, description)
+        rules = _rules(layers, ignore, accepted or {}, description)
+        _match_rest(plan, layers, checkpoint, used, rules, findings)
     findings.raise_if_any(checkpoint.path if checkpoint else None, description)
     return plan
 
@@ -174,7 +180,7 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
     in_size = side_size(spec.in_)
     for name, param in spec.params:
         for source in layer.form:
-            tensor = source.tensor(name)
+            tensor = source.tensor(param.stored or name)
             stored = checkpoint.tensors.get(tensor)
             if stored is None:
                 if param.default is None:
@@ -183,7 +189,7 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
                     plan.defaults.append((spec.path, name, param.default))
                 continue
             used.add(tensor)
-            if any(dim.along == "blob" for dim in param.dims):
+            if param.is_blob:
                 plan.blobs.extend((spec.path, name, segment, tensor) for segment, _ in source.views)
                 continue
             check_header(tensor, stored, param, stored_shape(param, source, in_size), findings, spec)
@@ -209,7 +215,8 @@ def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoin
         owner = by_path[tie.tied_to or ""]
         stem = tie.forms[0][0].name
         for name, param in owner.spec.params:
-            tensor, twin = f"{stem}.{name}", owner.form[0].tensor(name)
+            twin = owner.form[0].tensor(param.stored or name)
+            tensor = owner.form[0].tensor(param.stored or name, stem)
             if tensor in checkpoint.tensors and twin in checkpoint.tensors:
                 shape = stored_shape(param, owner.form[0], side_size(owner.spec.in_))
                 check_header(tensor, checkpoint.tensors[tensor], param, shape, findings, tie)
@@ -229,32 +236,63 @@ def _untied(layers: Sequence[DividedLayer], checkpoint: Checkpoint) -> str | Non
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Which tensors may be there without being used, and who says so."""
+
+    text: str
+    pattern: re.Pattern[str]
+    of_method: bool
+
+
+def _rules(
+    layers: Sequence[DividedLayer], ignore: Sequence[str], accepted: Mapping[str, str], description: str
+) -> list[_Rule]:
+    parameters = [
+        source.tensor(param.stored or name)
+        for layer in layers
+        for source in layer.form
+        for name, param in layer.spec.params
+    ]
+    rules = [_Rule(text, matcher(text), False) for text in ignore]
+    for rule in rules:
+        covered = [name for name in parameters if rule.pattern.fullmatch(name)]
+        if covered:
+            raise SpecError(
+                f"{description}: the ignore rule {rule.text!r} covers declared parameters: {listed(covered)}"
+            )
+    return rules + [_Rule(f"{text} of {name}", matcher(text), True) for text, name in accepted.items()]
+
+
 def _match_rest(
     plan: LoadPlan,
     layers: Sequence[DividedLayer],
     checkpoint: Checkpoint,
     used: set[str],
-    ignore: Sequence[str],
+    rules: Sequence[_Rule],
     findings: Findings,
-    description: str,
 ) -> None:
-    rules = [(rule, matcher(rule)) for rule in ignore]
-    biasless = {source.name for layer in layers if layer.spec.in_ for source in layer.form}
-    parameters = [source.tensor(name) for layer in layers for source in layer.form for name, _ in layer.spec.params]
-    for rule, pattern in rules:
-        covered = [name for name in parameters if pattern.fullmatch(name)]
-        if covered:
-            raise SpecError(f"{description}: the ignore rule {rule!r} covers declared parameters: {listed(covered)}")
-    absent = [name for name in parameters if name not in checkpoint.tensors]
+    built = {source.name for layer in layers if layer.spec.in_ for source in layer.form}
+    absent = [
+        tensor
+        for layer in layers
+        for source in layer.form
+        for name, param in layer.spec.params
+        if (tensor := source.tensor(param.stored or name)) not in checkpoint.tensors
+    ]
     for name, stored in checkpoint.tensors.items():
         if name in used:
             continue
-        ignored = next((rule for rule, pattern in rules if pattern.fullmatch(name)), None)
         stem, _, last = name.rpartition(".")
-        if ignored is not None:
-            plan.ignored[name] = (ignored, stored.nbytes)
-        elif last == "bias" and stem in biasless:
+        # what lies below a projection that is built belongs to its weight: a scale is never to be ignored
+        below = any(above in built for above in accumulate(name.split(".")[:-1], "{}.{}".format))
+        rule = next((r for r in rules if r.pattern.fullmatch(name)), None)
+        if rule is not None and (rule.of_method or not below):
+            plan.ignored[name] = (rule.text, stored.nbytes)
+        elif last == "bias" and stem in built:
             plan.zero.append(name)
         else:
             near = did_you_mean(name, absent) if findings.shown("not in the description") else ""
+            if rule is not None:
+                near = f" (the ignore rule {rule.text} cannot leave out what belongs to a projection)"
             findings.add("not in the description", f"{name} {stored.dtype} {list(stored.shape)}{near}")

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from tpkit.dtypes import FLOATS, itemsize
 from tpkit.errors import CheckpointError
+from tpkit.layout import View
 from tpkit.params import Header
 
 __all__ = ["Checkpoint", "Stored", "matcher"]
@@ -39,12 +41,18 @@ class Checkpoint:
         tensors: headers by name.
         total_size: what its index states as the sum of all bytes, if it does.
         stamps: size and time of change of its files when their headers were read.
+        config: a config.json made from its own metadata, if the format carries them.
+        quantization: a quantization_config that the format itself implies.
+        orders: for modules whose rows it stores in another order than Hugging Face: path -> where logical rows lie.
     """
 
     path: Path
     tensors: Mapping[str, Stored]
     total_size: int | None = field(default=None, kw_only=True)
     stamps: Mapping[Path, tuple[int, int]] = field(default_factory=dict, kw_only=True)
+    config: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    quantization: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    orders: Mapping[str, View] = field(default_factory=dict, kw_only=True)
 
     def check_unchanged(self) -> None:
         """Checks that the files are those whose headers were read.
@@ -76,7 +84,9 @@ class Checkpoint:
         return stem in self.stems or stem in self.tensors
 
     def under(self, stem: str) -> dict[str, Header]:
-        """Returns the headers of the tensors below a module's path, by the rest of their names."""
+        """Returns the headers of the tensors below a module's path, by the rest of their names; "": all of them."""
+        if not stem:
+            return {n: Header(dtype=s.dtype, shape=s.shape, encoding=s.encoding) for n, s in self.tensors.items()}
         return dict(self._by_stem.get(stem, ()))
 
     @cached_property
@@ -85,7 +95,7 @@ class Checkpoint:
         for name, stored in self.tensors.items():
             parts = name.split(".")
             for n in range(max(1, len(parts) - 3), len(parts)):
-                header = Header(dtype=stored.dtype, shape=stored.shape)
+                header = Header(dtype=stored.dtype, shape=stored.shape, encoding=stored.encoding)
                 found.setdefault(".".join(parts[:n]), []).append((".".join(parts[n:]), header))
         return found
 
@@ -101,7 +111,9 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """A hash of names, types, shapes and positions: what every rank must see alike."""
-        rows = (f"{n} {s.dtype} {s.shape} {s.file.name} {s.begin}\n" for n, s in sorted(self.tensors.items()))
+        rows = (
+            f"{n} {s.dtype} {s.encoding} {s.shape} {s.file.name} {s.begin}\n" for n, s in sorted(self.tensors.items())
+        )
         return hashlib.sha256("".join(rows).encode("utf-8", "surrogatepass")).hexdigest()
 
 

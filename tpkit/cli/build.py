@@ -176,7 +176,7 @@ def _report(args: argparse.Namespace, model: Model, first: bool) -> dict[str, An
     backend = torch.distributed.get_backend(model.tp.group) if model.tp.group is not None else "none"
     if first and not args.json:
         title = f"{model.spec.family}, tp {model.tp.size} ({backend}), {model.plan.dtype}"
-        sys.stdout.write(f"{title}\n\n{plan_text(model.plan)}\n\n{ranks_text(ranks)}\n")
+        sys.stdout.write(f"{title}\n\n{plan_text(model.plan, model.device.type)}\n\n{ranks_text(ranks)}\n")
     return {
         "schema": 1,
         "model": model.spec.family,

@@ -22,6 +22,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", type=Path, help="config.json or its folder")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: the checkpoint's")  # fmt: skip
+    parser.add_argument("--quant", metavar="METHOD", help="quant method, or YAML such as '{method: gptq, bits: 4}' or "
+                        "'{dequantize: true}'; it must agree with what the checkpoint says")  # fmt: skip
     parser.add_argument("--tp-split", metavar="W,W,...", help="a weight per rank, for unequal devices")
     parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], dest="overrides",
                         help="override, e.g. config.num_hidden_layers=2 or tree.lm_head.disable_tp=true")  # fmt: skip
@@ -47,14 +49,17 @@ def config_of(args: argparse.Namespace) -> Path | None:
     checkpoint = Path(args.checkpoint)
     if not checkpoint.exists():
         raise CheckpointError(f"no checkpoint at {checkpoint}: there is no such file or folder")
-    return checkpoint if checkpoint.is_dir() else checkpoint.parent
+    return checkpoint
 
 
 def spec_of(args: argparse.Namespace, config: Path | None) -> BoundSpec:
     """Returns the bound description that the arguments mean."""
     from tpkit.spec import load_spec
+    from tpkit.spec.data import to_python
+    from tpkit.spec.yaml12 import read_yaml
 
-    return load_spec(args.description, config=config, overrides=_overrides(args.overrides))
+    quant = None if args.quant is None else to_python(read_yaml(args.quant, "--quant"))
+    return load_spec(args.description, config=config, overrides=_overrides(args.overrides), quant=quant)
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:

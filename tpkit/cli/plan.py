@@ -15,6 +15,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add_model_arguments(parser)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that kernels are chosen for")
     parser.add_argument("--tp", default="1", metavar="N,N,...", help="numbers of ranks, e.g. 1,2,3,8 (default 1)")
 
 
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     for plan in plans:
         ranks = plan_json(plan)["ranks"]
         sys.stdout.write(
-            f"{spec.family}, tp {plan.load.ranks}, {plan.dtype}\n\n{plan_text(plan)}\n\n{ranks_text(ranks)}\n\n"
+            f"{spec.family}, tp {plan.load.ranks}, {plan.dtype}\n\n"
+            f"{plan_text(plan, args.device)}\n\n{ranks_text(ranks)}\n\n"
         )
     return 0
 

@@ -12,8 +12,9 @@ from tpkit.distributed.group import TensorParallel
 from tpkit.division import DividedLayer, divide_layers
 from tpkit.dtypes import dtype_name, torch_dtype
 from tpkit.errors import PluginError
-from tpkit.geometry import block_of_element
-from tpkit.layout import LayerSpec, Source
+from tpkit.geometry import local_elements
+from tpkit.kernels import is_whole, kernel_of
+from tpkit.layout import LayerSpec, Run, Source
 from tpkit.params import Dim, LinearSpec
 from tpkit.partition import Side, side_size
 from tpkit.quant import QuantMethod, Unquantized
@@ -32,6 +33,8 @@ class Sharded:
         method: computes with it; None for norms and other layers that do not multiply.
         device: where its parameters live.
         dtype: name of the dtype that the model computes in.
+        linear: what the method was asked about.
+        lazy: parameters take no memory before they are loaded (see `ShardedModule.allocate`).
     """
 
     layer: DividedLayer
@@ -39,6 +42,8 @@ class Sharded:
     method: QuantMethod | None = None
     device: torch.device | str | None = None
     dtype: str = "float32"
+    linear: LinearSpec | None = None
+    lazy: bool = False
 
 
 @dataclass(kw_only=True)
@@ -92,7 +97,14 @@ def sharded_alone(
     params = method.parameters(linear, setting.bias)
     spec = LayerSpec(path=setting.prefix, out=out, in_=in_, forms=forms, params=params)
     (layer,) = divide_layers([(spec, forms[0])], setting.place.size)
-    return Sharded(layer=layer, rank=setting.place.rank, method=method, device=setting.device, dtype=linear.dtype)
+    return Sharded(
+        layer=layer,
+        rank=setting.place.rank,
+        method=method,
+        device=setting.device,
+        dtype=linear.dtype,
+        linear=linear,
+    )
 
 
 class ShardedModule(nn.Module):
@@ -103,6 +115,7 @@ class ShardedModule(nn.Module):
         tp: this rank's place.
         quant_method: computes with the parameters; None for layers that do not multiply.
         out_sizes, in_sizes: this rank's size of each segment of the output and of the input.
+        kernel: name of the quant method's kernel that serves this shard; "": it dequantises.
 
     Args:
         sharded: the shard.
@@ -126,28 +139,46 @@ class ShardedModule(nn.Module):
         self.out_divided, self.in_divided = (flag and self.tp.size > 1 for flag in divided)
         #: whole tensors handed over as stored: parameter -> segment -> tensor
         self.blobs: dict[str, dict[str, torch.Tensor]] = {} if tied is None else tied.blobs
-        self._make_parameters(tied)
-
-    def _make_parameters(self, tied: ShardedModule | None) -> None:
-        layer, rank = self.sharded.layer, self.sharded.rank
+        self._local_elements: dict[Dim, list[Run]] = {}
+        self._sharers: list[ShardedModule] = []
+        self.is_tied = tied is not None
         self.register_parameter("bias", None)
-        for name, spec in layer.spec.params:
-            if any(dim.along == "blob" for dim in spec.dims):
-                continue
-            if name != "bias" and hasattr(self, name):
+        self._check_names()
+        self._choose_kernel()
+        if tied is not None:
+            tied._sharers.append(self)
+            for name, parameter in tied.named_parameters():
+                self.register_parameter(name, parameter)
+        elif sharded.lazy:
+            self._allocate_missing(torch.device("meta"))
+        else:
+            self._allocate_missing(sharded.device)
+
+    def _check_names(self) -> None:
+        for name, spec in self.sharded.layer.spec.params:
+            if not spec.is_blob and name != "bias" and hasattr(self, name):
                 raise PluginError(
                     f"{type(self.quant_method).__name__} names a parameter {name!r}, which a layer uses itself"
                 )
-            if tied is not None:
-                self.register_parameter(name, getattr(tied, name))
-                continue
-            self._allocate(name, layer.geometry.local[rank][name].shape, torch_dtype(spec.dtype), self.sharded.device)
 
-    def _allocate(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None
-    ) -> None:
-        made = torch.empty(shape, dtype=dtype, device=device)
-        self.register_parameter(name, nn.Parameter(made, requires_grad=False))
+    def _choose_kernel(self) -> None:
+        method, device = self.quant_method, torch.device(self.sharded.device or torch.get_default_device()).type
+        shard = self.sharded
+        self.kernel = kernel_of(method.kernels, shard.layer, shard.rank, device, shard.dtype) if method else ""
+
+    def _allocate_missing(self, device: torch.device | str | None) -> None:
+        """Makes every declared parameter that is not there as declared."""
+        layer, rank = self.sharded.layer, self.sharded.rank
+        for name, spec in layer.spec.params:
+            shape, dtype = layer.geometry.local[rank][name].shape, torch_dtype(spec.dtype)
+            held = self._parameters.get(name)
+            if not spec.is_blob and (held is None or held.shape != shape or held.dtype != dtype or held.is_meta):
+                self.hold(name, torch.empty(shape, dtype=dtype, device=device))
+
+    def allocate(self) -> None:
+        """Gives memory to parameters that have none yet. The loader calls it before the first byte of a layer."""
+        if any(parameter.is_meta for parameter in self._parameters.values() if parameter is not None):
+            self._allocate_missing(self.sharded.device)
 
     @property
     def output_offsets(self) -> list[int]:
@@ -156,13 +187,14 @@ class ShardedModule(nn.Module):
 
     def adopt(self, layer: DividedLayer) -> None:
         """Takes the layer as it is stored in another form: packed words and blocks may lie otherwise in this shard."""
-        before, self.sharded = self.sharded.layer, replace(self.sharded, layer=layer)
-        rank = self.sharded.rank
-        for name, _ in layer.spec.params:
-            shape = layer.geometry.local[rank][name].shape
-            if shape != before.geometry.local[rank][name].shape:
-                held: torch.Tensor = getattr(self, name)
-                self._allocate(name, shape, held.dtype, held.device)
+        device = next((p.device for p in self.parameters() if not p.is_meta), self.sharded.device)
+        self.sharded = replace(self.sharded, layer=layer)
+        self._local_elements.clear()
+        self.blobs.clear()
+        declared = {name for name, _ in layer.spec.params}
+        self.drop(*[name for name in self._parameters if name not in declared and name != "bias"])
+        self._choose_kernel()
+        self._allocate_missing(device)
 
     def load(self, tensors: Mapping[str, torch.Tensor], *, sharded: bool = False) -> None:
         """Fills the parameters through the loader's own plan.
@@ -175,23 +207,44 @@ class ShardedModule(nn.Module):
         Raises:
             LoadError: unknown, missing, wrongly shaped or typed tensors (a ValueError).
         """
-        from tpkit.checkpoint.load import load_layer
+        from tpkit.checkpoint.one_layer import load_layer
 
         load_layer(self, tensors, pieces=sharded)
 
-    # what a quant method may use in process_weights_after_loading and apply
+    # what a quant method may use in process_weights_after_loading, dequantize and apply
 
-    def aligned(self, name: str) -> bool:
-        """Says whether every cut of a parameter falls between its words, groups and blocks on this rank."""
-        dims = [dim for dim in dict(self.sharded.layer.spec.params)[name].dims if dim.along in ("out", "in", "flat")]
-        return all(
-            pair == divmod(i, dim.per) for dim in dims if dim.per > 1 for i, pair in enumerate(self._blocks(dim))
-        )
+    def hold(self, name: str, tensor: torch.Tensor) -> None:
+        """Registers a tensor as a parameter, in place of one of that name; a tied head sees it too."""
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        for module in (self, *self._sharers):
+            module._parameters.pop(name, None)
+            module.register_parameter(name, parameter)
+
+    def drop(self, *names: str) -> None:
+        """Removes parameters that are not needed any more."""
+        for module in (self, *self._sharers):
+            for name in names:
+                module._parameters.pop(name, None)
+
+    def aligned(self, name: str | None = None) -> bool:
+        """Says whether every cut of a parameter (or of all) falls between its words, groups and blocks on this rank."""
+        params = dict(self.sharded.layer.spec.params)
+        dims = [dim for spec in (params.values() if name is None else [params[name]]) for dim in spec.dims]
+        return all(is_whole(self._elements(dim)) for dim in dims if dim.per > 1)
 
     def expand(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns one value per local element along every blocked dimension of a parameter (a scale per weight)."""
+        """Returns one value per local element along every blocked dimension of a parameter (a scale per weight).
+
+        Args:
+            name: the parameter, whose dims tell what shares a value.
+            value: a tensor of its shape in its place.
+        """
         tensor = getattr(self, name) if value is None else value
-        return self._select(name, tensor, words=False)
+        for position, dim in enumerate(dict(self.sharded.layer.spec.params)[name].dims):
+            if dim.per > 1 and not dim.word:
+                tensor = tensor.repeat_interleave(dim.per, position)
+                tensor = self._take(tensor, position, self._elements(dim))
+        return tensor
 
     def trim(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Drops, from unpacked elements of a parameter, those that belong to a neighbour of this rank.
@@ -200,21 +253,29 @@ class ShardedModule(nn.Module):
             name: the parameter.
             value: its unpacked elements: every packed dimension has ``per`` elements for each stored word.
         """
-        return self._select(name, value, words=True)
-
-    def _select(self, name: str, value: torch.Tensor, words: bool) -> torch.Tensor:
         for position, dim in enumerate(dict(self.sharded.layer.spec.params)[name].dims):
-            if dim.per > 1 and dim.along in ("out", "in", "flat") and dim.word == words:
-                pairs = self._blocks(dim)
-                index = [block * dim.per + place for block, place in pairs] if words else [block for block, _ in pairs]
-                if index != list(range(value.shape[position])):
-                    value = value.index_select(position, torch.tensor(index, dtype=torch.int64, device=value.device))
+            if dim.per > 1 and dim.word:
+                value = self._take(value, position, self._elements(dim))
         return value
 
-    def _blocks(self, dim: Dim) -> list[tuple[int, int]]:
-        layer, rank = self.sharded.layer, self.sharded.rank
-        out, in_ = layer.spec.out, layer.spec.in_
-        return block_of_element(dim, out, in_, layer.form, layer.shares(out, rank), layer.shares(in_, rank))
+    @staticmethod
+    def _take(value: torch.Tensor, position: int, runs: list[Run]) -> torch.Tensor:
+        pieces = []
+        for run in runs:
+            if run.step == 1:
+                pieces.append(value.narrow(position, run.start, run.count))
+            else:
+                index = torch.arange(run.start, run.stop, run.step, device=value.device)
+                pieces.append(value.index_select(position, index))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [value.narrow(position, 0, 0)], position)
+
+    def _elements(self, dim: Dim) -> list[Run]:
+        if dim not in self._local_elements:
+            layer, rank = self.sharded.layer, self.sharded.rank
+            out, in_ = layer.spec.out, layer.spec.in_
+            shares = layer.shares(out, rank), layer.shares(in_, rank)
+            self._local_elements[dim] = local_elements(dim, out, in_, layer.form, *shares)
+        return self._local_elements[dim]
 
     def segment_of_row(self) -> torch.Tensor:
         """Returns, for each local output row, the number of the segment it belongs to. ``[out]`` int64."""

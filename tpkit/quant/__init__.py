@@ -1,7 +1,8 @@
 """Quant methods: the contract for plugins, and the method that does nothing."""
 
 from tpkit.params import Blob, Dim, Fixed, Flat, Header, In, LinearSpec, Out, ParamSpec, Segment
-from tpkit.quant.base import QuantMethod, QuantOptions
+from tpkit.quant.base import Kernel, QuantMethod, QuantOptions
+from tpkit.quant.target import Target
 from tpkit.quant.unquantized import Unquantized
 
 __all__ = [
@@ -11,11 +12,13 @@ __all__ = [
     "Flat",
     "Header",
     "In",
+    "Kernel",
     "LinearSpec",
     "Out",
     "ParamSpec",
     "QuantMethod",
     "QuantOptions",
     "Segment",
+    "Target",
     "Unquantized",
 ]

@@ -20,6 +20,9 @@ class Unquantized(QuantMethod):
     def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
         return {"weight": ParamSpec(layer.dtype, dims=(Out(), In()), transposed=layer.transposed)}
 
+    def dequantize(self, layer: nn.Module) -> torch.Tensor:
+        return layer.get_parameter("weight")
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         from torch.nn.functional import linear
 

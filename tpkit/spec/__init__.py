@@ -63,6 +63,7 @@ def load_spec(
     *,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    quant: str | Mapping[str, Any] | None = None,
     registry: Registry | None = None,
 ) -> BoundSpec:
     """Reads a description and binds it to a model's config.json.
@@ -71,8 +72,11 @@ def load_spec(
         source: a path, the name of an installed description (``llama`` or ``llama.yaml``), or a mapping; a path wins
             over a name.
         config: a checkpoint folder, the path of a config.json, or its content; None: the description's defaults.
+            A file that carries its own metadata (GGUF) serves too.
         overrides: by dotted path: ``config.<field>`` sets a field over config.json (``config.num_hidden_layers``),
             other paths replace that value of the description (``tree.lm_head.disable_tp``, ``ignore``).
+        quant: a quant method by name, or a mapping with ``method`` and its options; ``dequantize: true`` holds dense
+            weights. It must agree with what the checkpoint says of itself.
         registry: what the description's words may name; None: what is installed.
 
     Raises:
@@ -85,4 +89,4 @@ def load_spec(
         576
     """
     fields, _ = split_overrides(overrides)
-    return describe(source, overrides=overrides, registry=registry).bind(config, fields)
+    return describe(source, overrides=overrides, registry=registry).bind(config, fields, quant)

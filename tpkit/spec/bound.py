@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
+
+from tpkit.quant.stated import Stated
 
 __all__ = ["BoundSpec", "Call", "Node", "Step", "Term"]
 
@@ -80,6 +83,8 @@ class BoundSpec:
         ignore: patterns of tensors that may be there and are not used, numbers filled in.
         checkpoint: hub id of the description's example weights, if it names one.
         prefixes: ways the tree's paths may be found in a checkpoint: path -> path, identity first.
+        quantization: everything that is said of the weights' quantisation, and who says it.
+        folder: where config.json lies, if it was read from a file.
     """
 
     family: str
@@ -90,6 +95,8 @@ class BoundSpec:
     ignore: tuple[str, ...] = ()
     checkpoint: str | None = None
     prefixes: tuple[Mapping[str, str], ...] = field(default=({},))
+    quantization: tuple[Stated, ...] = ()
+    folder: Path | None = None
 
     @cached_property
     def fingerprint(self) -> str:

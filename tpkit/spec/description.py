@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tpkit.errors import SpecError
+from tpkit.quant.stated import Stated, stated_beside, stated_in, stated_word
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec
 from tpkit.spec.checks import check_tree
@@ -49,7 +51,7 @@ class Description:
 
     def __init__(self, data: Data, source: str, registry: Registry) -> None:
         problems = Problems()
-        self.source = source
+        self.source, self._registry = source, registry
         header = read_header(data, source, problems)
         table = data if isinstance(data, Table) else Table({}, data.mark)
         self.declarations = Declarations(
@@ -86,17 +88,19 @@ class Description:
         self,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        quant: str | Mapping[str, Any] | None = None,
     ) -> BoundSpec:
         """Returns the description with the sizes of one config.json.
 
         Args:
             config: a checkpoint folder, the path of a config.json, or its content; None: the defaults.
             overrides: values by field name that replace config.json's.
+            quant: a quant method, as ``quant:`` of a description says it.
 
         Raises:
             SpecError: that lists every field and every node that does not fit.
         """
-        source, whole = read_config(config)
+        source, whole, folder = read_config(config, self._registry)
         keys = [entry.config for entry in self.header.stored_as if entry.config]
         prefix, part = text_part(whole, keys)
         problems = Problems()
@@ -122,7 +126,19 @@ class Description:
             ignore=ignore,
             checkpoint=self.header.checkpoint,
             prefixes=({}, *(entry.prefix for entry in self.header.stored_as if entry.prefix)),
+            quantization=self._quantization(whole, source, prefix, folder, quant),
+            folder=folder,
         )
+
+    def _quantization(
+        self, whole: Mapping[str, Any], source: str, inner: str, folder: Path | None, quant: Any
+    ) -> tuple[Stated, ...]:
+        """Returns everything that is said of the model's quantisation; who is right is decided in the plan."""
+        found = [] if quant is None else [stated_word(quant, "--quant")]
+        if self.header.quant is not None:
+            found.append(stated_word(self.header.quant, f"{self.source} quant"))
+        found += stated_in(whole, source, inner)
+        return (*found, *(stated_beside(folder) if folder is not None else ()))
 
     def _check_identity(self, whole: Mapping[str, Any], part: Mapping[str, Any], reader: ConfigReader) -> None:
         """Refuses another family's config.json: its tensors may have the same names and mean something else."""

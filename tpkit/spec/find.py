@@ -82,17 +82,29 @@ def description_names(registry: Registry) -> list[str]:
     return sorted({p.stem for folder in _folders(registry) for p in folder.iterdir() if p.suffix in SUFFIXES})
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-    """Returns where a config.json was read from, for messages, and its content; both empty for None.
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, registry: Registry
+) -> tuple[str, dict[str, Any], Path | None]:
+    """Returns where a config.json was read from, its content, and the folder it lies in; nothing for None.
+
+    A checkpoint of a format that carries its own metadata (a GGUF file) is asked for them.
 
     Raises:
         SpecError: if there is no such file, or it is no JSON object.
+        CheckpointError: if the checkpoint is damaged.
     """
     if config is None:
-        return "", {}
+        return "", {}, None
     if isinstance(config, Mapping):
-        return "config", dict(config)
+        return "config", dict(config), None
     path = Path(config)
+    if path.suffix != ".json" and path.exists() and not (path / "config.json").exists():
+        from tpkit.checkpoint.open import open_checkpoint
+
+        own = open_checkpoint(path, registry).config if path.is_file() or any(path.iterdir()) else None
+        if own is not None:
+            return str(path), dict(own), None
+        path = path if path.is_dir() else path.parent
     path = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
@@ -102,7 +114,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> tu
         raise SpecError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise SpecError(f"{path} is no JSON object")
-    return str(path), found
+    return str(path), found, path.parent
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Header(_Strict):
     derived: dict[str, Any] = Field(default={})
     require: list[str] = Field(default=[])
     ignore: list[str] = Field(default=[])
+    quant: str | dict[str, Any] | None = None
     tree: dict[str, Any] = Field(min_length=1)
 
     @field_validator("architectures", "model_types")

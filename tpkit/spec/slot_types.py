@@ -11,13 +11,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tpkit.modules import Plain
 from tpkit.spec.evaluate import Type, type_of
 
-__all__ = ["ANYTHING", "CONDITION", "Plain", "SlotType", "slot_type"]
-
-
-class Plain:
-    """Marks a word whose value is data as it stands, never a name or an expression."""
+__all__ = ["ANYTHING", "CONDITION", "SlotType", "slot_type"]
 
 
 @dataclass(frozen=True)

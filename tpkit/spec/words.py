@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from tpkit.modules import Options
-from tpkit.spec.slot_types import Plain
+from tpkit.modules import Options, Plain
 
 __all__ = [
     "CANONICAL_NUMBERS",
@@ -117,7 +116,7 @@ def _layout(value: Any) -> Any:
 
 
 class ProjectionOptions(Options):
-    """Words of a projection: ``style:`` and how it is stored."""
+    """Words of a projection: ``style:`` and how it is stored. `quant` wins over what is said of the whole model."""
 
     style: Word
     packs: Annotated[tuple[Pack, ...], BeforeValidator(_packs), Plain()] = ()
@@ -128,6 +127,7 @@ class ProjectionOptions(Options):
     disable_tp: bool = False
     scale: float | None = None
     softcap: float | None = Field(default=None, gt=0)
+    quant: Annotated[str | dict[str, Any] | None, Plain()] = None
 
 
 class NormOptions(Options):

@@ -1,0 +1,156 @@
+"""The one place that decides which quant method a module gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from tpkit.errors import PluginError, SpecError
+from tpkit.quant.base import QuantMethod, plugin_errors
+from tpkit.quant.dequantized import Dequantized
+from tpkit.quant.stated import Stated
+from tpkit.quant.target import Target
+from tpkit.registry import Registry
+
+__all__ = ["Choice", "Resolver"]
+
+
+class Choice(NamedTuple):
+    """A registry name, and the method with its options."""
+
+    name: str
+    method: QuantMethod
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.method.label()}".strip()
+
+    def like(self, other: Choice) -> bool:
+        """Says whether both store and compute alike."""
+        mine, theirs = self.method, other.method
+        return (self.name, type(mine), mine.options, mine.label()) == (
+            other.name,
+            type(theirs),
+            theirs.options,
+            theirs.label(),
+        )
+
+
+class Resolver:
+    """Decides from all that is said of a model.
+
+    Args:
+        registry: where methods come from.
+        stated: every source's word. They must agree: on the method, and on every option that two of them give.
+
+    Raises:
+        SpecError: if they disagree, quoting each.
+        PluginError: for a method that is not installed, or does not take the options.
+    """
+
+    def __init__(self, registry: Registry, stated: Sequence[Stated]) -> None:
+        self._registry = registry
+        self._made: dict[tuple[str, str], QuantMethod] = {}
+        self.unquantized = Choice("none", self._make("none", {}, "tpkit"))
+        #: whether anybody says anything
+        self.said = any(each.method not in (None, "none") for each in stated)
+        self._dequantize = _one("dequantize", [(s.source, s.dequantize) for s in stated if s.dequantize is not None])
+        naming = [each for each in stated if each.method is not None]
+        accept = {key for each in stated for key in each.accept}
+        self._base = self._options = None
+        if naming:
+            self._agree_on_method(naming)
+            name = naming[0].method or "none"
+            self._options = self._merged(naming, accept)
+            sources = ", ".join(each.source for each in naming)
+            self._base = Choice(name, self._make(name, self._options, sources))
+
+    def choose(self, target: Target, own: Stated | None = None) -> Choice:
+        """Returns what a part of a layer gets.
+
+        Args:
+            target: the part.
+            own: the module's own ``quant:`` in the description; it wins over what is said of the whole model.
+        """
+        base, dequantize = self._base, self._dequantize
+        if own is not None:
+            dequantize = own.dequantize if own.dequantize is not None else dequantize
+            if own.method is not None:
+                inherited = self._options if base is not None and base.name == own.method else None
+                options = {**(inherited or {}), **own.options}
+                base = Choice(own.method, self._make(own.method, options, own.source))
+        if base is None or base.name == "none":
+            return self.unquantized
+        with plugin_errors(base.method, "for_module", target.name):
+            answer: object = base.method.for_module(target)
+        if answer is None:
+            if own is None or own.method is None:
+                return self.unquantized
+            answer = base.method  # the description names it for this very module
+        if not isinstance(answer, QuantMethod):
+            who = type(base.method).__name__
+            raise PluginError(f"for_module of {who} gave {answer!r} for {target.name}, not a QuantMethod or None")
+        return Choice(base.name, Dequantized(answer) if dequantize else answer)
+
+    def _agree_on_method(self, naming: Sequence[Stated]) -> None:
+        classes = {each.method: self._class(each.method or "none") for each in naming}
+        if len(set(classes.values())) > 1:
+            raise SpecError(
+                f"the sources disagree on the quant method: {'; '.join(map(str, naming))}",
+                hint="remove or correct the one that is wrong; what the checkpoint stores decides",
+            )
+
+    def _merged(self, naming: Sequence[Stated], accept: set[str]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for each in naming:
+            options = {key: value for key, value in each.options.items() if not (each.foreign and key in accept)}
+            if each.foreign:
+                kind = self._class(each.method or "none")
+                with plugin_errors(kind, "read_config", each.source):
+                    options = dict(kind.read_config(options))
+            for key, value in options.items():
+                if key in merged and merged[key] != value:
+                    raise SpecError(
+                        f"the sources disagree on {each.method} {key}: {origin[key]} says {merged[key]!r:.200}, "
+                        f"{each.source} says {value!r:.200}",
+                        hint="remove or correct the one that is wrong; what the checkpoint stores decides",
+                    )
+                merged[key] = value
+                origin.setdefault(key, each.source)
+        return merged
+
+    def _class(self, name: str) -> type[QuantMethod]:
+        kind: object = self._registry.load("quant method", name)
+        if not (isinstance(kind, type) and issubclass(kind, QuantMethod)):
+            raise PluginError(f"quant method {name!r} is {kind!r}, not a subclass of tpkit.QuantMethod")
+        return kind
+
+    def _make(self, name: str, options: Mapping[str, Any], sources: str) -> QuantMethod:
+        key = name, repr(sorted(options.items()))
+        if key not in self._made:
+            kind = self._class(name)
+            try:
+                given = kind.Options(**options)
+            except ValidationError as cause:
+                raise self._refused(name, cause, sources) from cause
+            with plugin_errors(kind, "the constructor", ""):
+                self._made[key] = kind(given)
+        return self._made[key]
+
+    def _refused(self, name: str, cause: ValidationError, sources: str) -> PluginError:
+        who = self._registry.find("quant method", name)
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in cause.errors())
+        return PluginError(
+            f"quant method {name!r} of {who.distribution} {who.version} does not take the options of {sources}: "
+            f"{wrong}",
+            hint="if an option that it does not know changes nothing in the weights, accept it: "
+            "--quant '{accept: [NAME]}'",
+        )
+
+
+def _one(what: str, said: Sequence[tuple[str, Any]]) -> Any:
+    if len({value for _, value in said}) > 1:
+        raise SpecError(f"the sources disagree on {what}: {'; '.join(f'{who} says {value}' for who, value in said)}")
+    return said[0][1] if said else None

@@ -1,0 +1,89 @@
+"""A module as the rules of a quantised checkpoint see it: its names, and what is stored for it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from tpkit.errors import PluginError
+from tpkit.params import Header
+
+__all__ = ["Dialect", "Target"]
+
+#: how an entry of a list of modules is meant
+Dialect = Literal["exact", "component", "substring", "prefix", "glob"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One part of a layer as it is stored: what a quant method is asked about in `QuantMethod.for_module`.
+
+    Attributes:
+        name: its dotted path in the checkpoint, e.g. ``model.layers.0.self_attn.q_proj``.
+        aliases: other names that rules may call it by: the packed projection's, and both as the description has them.
+        siblings: names of the other parts of the same packed layer.
+        kind: "linear", "head" (the projection to the vocabulary) or "embedding".
+        in_features, out_features: its logical sizes.
+        stored: headers of what the checkpoint has for it, by the rest of their names; empty without a checkpoint.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
+    kind: Literal["linear", "head", "embedding"] = "linear"
+    in_features: int = 0
+    out_features: int = 0
+    stored: Mapping[str, Header] = field(default_factory=dict)
+
+    def matches(self, patterns: Iterable[str] | None, dialect: Dialect = "component") -> bool:
+        """Says whether a list of modules has it, by any of its names; see `match` for the dialects."""
+        return self.match(patterns, dialect) is not None
+
+    def match(self, patterns: Iterable[str] | None, dialect: Dialect = "component") -> str | None:
+        """Returns the first entry of a list that means it, or None.
+
+        An entry that names a part of a packed layer means that part alone; one that names the packed projection, and
+        none of its parts, means all of them.
+
+        An entry that starts with ``re:`` is a regular expression that must match from the start of the name, in every
+        dialect. Otherwise:
+
+        - exact: it is the whole name.
+        - component: it is a run of whole dotted components of the name; ``*`` and ``?`` stand within one.
+        - substring: it occurs anywhere in the name.
+        - prefix: the name starts with it.
+        - glob: ``*`` is any text, dots too, and the whole name must match.
+
+        Raises:
+            PluginError: for a regular expression that is none.
+        """
+        for pattern in patterns or ():
+            if _fits(pattern, self.name, dialect):
+                return pattern
+            of_a_part = any(_fits(pattern, name, dialect) for name in self.siblings)
+            if not of_a_part and any(_fits(pattern, name, dialect) for name in self.aliases):
+                return pattern
+        return None
+
+
+def _fits(pattern: str, name: str, dialect: Dialect) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error as cause:
+            raise PluginError(f"{pattern!r} in a list of modules is no regular expression: {cause}") from cause
+    if dialect == "exact":
+        return pattern == name
+    if dialect == "substring":
+        return pattern in name
+    if dialect == "prefix":
+        return name.startswith(pattern)
+    if dialect == "glob":
+        return fnmatchcase(name, pattern)
+    wanted, found = pattern.strip(".").split("."), name.split(".")
+    return any(
+        all(map(fnmatchcase, found[at : at + len(wanted)], wanted)) for at in range(len(found) - len(wanted) + 1)
+    )
