@@ -21,7 +21,7 @@ from tpkit.layout import Run, Source, join
 from tpkit.params import Dim, ParamSpec
 from tpkit.partition import Share, Side, side_size
 
-__all__ = ["Box", "LocalCopy", "LocalParam", "Shares", "local_elements", "localize", "stored_shape"]
+__all__ = ["Box", "LocalCopy", "LocalParam", "Shares", "cuts_are_whole", "local_elements", "localize", "stored_shape"]
 
 #: the share of each segment's axis, for one side on one rank
 Shares = tuple[Share | None, ...]
@@ -222,3 +222,22 @@ def local_elements(
                 _, shift = shifts[bisect_right(shifts, piece.start, key=lambda pair: pair[0]) - 1]
                 found.append(Run(piece.start + shift, piece.count, piece.step))
     return join([run for run in found if run.count])
+
+
+def cuts_are_whole(
+    dim: Dim, out: Side, in_: Side, form: tuple[Source, ...], out_shares: Shares, in_shares: Shares
+) -> bool:
+    """Says whether a rank's elements along a dimension are all those of the blocks it holds, in their order.
+
+    Then a kernel may read the blocks as they are. A last, short block at the end of a source counts as whole.
+    """
+    if dim.per == 1:
+        return True
+    in_runs, in_size = _in_runs(in_, in_shares), side_size(in_)
+    for source in form if dim.along != "in" else form[:1]:
+        end = _extent(dim, source, in_size)
+        for run in _runs_along(dim, _out_runs(source, out, out_shares), in_runs, in_size):
+            if run.step != 1 or run.start % dim.per or (run.stop % dim.per and run.stop != end):
+                return False
+    own = local_elements(dim, out, in_, form, out_shares, in_shares)
+    return not own or (len(own) == 1 and own[0].start == 0 and own[0].step == 1)

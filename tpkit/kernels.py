@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpkit.division import DividedLayer
-from tpkit.geometry import local_elements
-from tpkit.layout import Run
+from tpkit.geometry import cuts_are_whole
 from tpkit.quant.base import Kernel
 
-__all__ = ["is_whole", "kernel_of"]
+__all__ = ["kernel_of"]
 
 
 def kernel_of(kernels: Sequence[Kernel], layer: DividedLayer, rank: int, device: str, dtype: str) -> str:
@@ -31,13 +30,8 @@ def kernel_of(kernels: Sequence[Kernel], layer: DividedLayer, rank: int, device:
     return ""
 
 
-def is_whole(runs: Sequence[Run]) -> bool:
-    """Says whether a rank's elements are all those of the blocks it holds, up to a short last block."""
-    return not runs or (len(runs) == 1 and runs[0].start == 0 and runs[0].step == 1)
-
-
 def _cuts_are_whole(layer: DividedLayer, rank: int) -> bool:
     out, in_ = layer.spec.out, layer.spec.in_
     shares = layer.shares(out, rank), layer.shares(in_, rank)
     dims = {dim for _, spec in layer.spec.params for dim in spec.dims if dim.per > 1}
-    return all(is_whole(local_elements(dim, out, in_, layer.form, *shares)) for dim in dims)
+    return all(cuts_are_whole(dim, out, in_, layer.form, *shares) for dim in dims)

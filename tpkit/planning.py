@@ -170,6 +170,12 @@ def prepare(
     declarations = _declare(spec, registry, checkpoint)
     resolver = Resolver(registry, _stated(spec, checkpoint))
     planned = [each for declaration in declarations for each in layers_of(declaration, checkpoint, resolver, name)]
+    quantised = any(each.choice is not None and each.choice.name != "none" for each in planned)
+    if resolver.said and not quantised:
+        raise SpecError(
+            f"{resolver.who} names a quant method, but no module gets it",
+            hint="the weights are stored unquantised, or its lists leave every module out",
+        )
     return Prepared(
         spec=spec,
         dtype=name,

@@ -60,6 +60,12 @@ def test_files_beside_it(name: str, tmp_path: Path) -> None:
     assert methods(planned(folder)) == ALL
 
 
+def test_a_config_that_names_its_producer_in_place_of_a_method(tmp_path: Path) -> None:
+    said = {"producer": {"name": "rows", "version": "1"}, "group_size": 16}
+    plan = planned(write(tmp_path, quantised(group=16), quantization_config=said))
+    assert methods(plan)["mlp.down_proj"] == "rows g16"
+
+
 def test_the_description_and_the_command_line(tmp_path: Path) -> None:
     folder = write(tmp_path, quantised(group=16))
     for source, quant in (

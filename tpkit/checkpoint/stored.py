@@ -16,7 +16,7 @@ from tpkit.errors import CheckpointError
 from tpkit.layout import View
 from tpkit.params import Header
 
-__all__ = ["Checkpoint", "Stored", "matcher"]
+__all__ = ["Checkpoint", "Stored", "matcher", "stamp_of"]
 
 
 @dataclass(frozen=True, kw_only=True)

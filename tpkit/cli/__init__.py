@@ -21,6 +21,7 @@ __all__ = ["main"]
 #: command -> what `tpkit --help` says of it; the module of the same name implements it
 COMMANDS = {
     "build": "build a model from its description and a checkpoint, load it, and generate text",
+    "new": "begin a plugin: a complete, tested quant method to change",
     "plan": "show what every rank would hold, without ranks and without reading a weight",
     "plugins": "list the installed modules, styles, quant methods and checkpoint formats",
 }

@@ -12,8 +12,8 @@ from tpkit.distributed.group import TensorParallel
 from tpkit.division import DividedLayer, divide_layers
 from tpkit.dtypes import dtype_name, torch_dtype
 from tpkit.errors import PluginError
-from tpkit.geometry import local_elements
-from tpkit.kernels import is_whole, kernel_of
+from tpkit.geometry import Shares, cuts_are_whole, local_elements
+from tpkit.kernels import kernel_of
 from tpkit.layout import LayerSpec, Run, Source
 from tpkit.params import Dim, LinearSpec
 from tpkit.partition import Side, side_size
@@ -181,6 +181,11 @@ class ShardedModule(nn.Module):
             self._allocate_missing(self.sharded.device)
 
     @property
+    def path(self) -> str:
+        """Its dotted path in the model, for messages; "" where it stands alone."""
+        return self.sharded.layer.spec.path
+
+    @property
     def output_offsets(self) -> list[int]:
         """Where each segment begins in this rank's output."""
         return [sum(self.out_sizes[:n]) for n in range(len(self.out_sizes))]
@@ -230,7 +235,7 @@ class ShardedModule(nn.Module):
         """Says whether every cut of a parameter (or of all) falls between its words, groups and blocks on this rank."""
         params = dict(self.sharded.layer.spec.params)
         dims = [dim for spec in (params.values() if name is None else [params[name]]) for dim in spec.dims]
-        return all(is_whole(self._elements(dim)) for dim in dims if dim.per > 1)
+        return all(cuts_are_whole(dim, *self._place) for dim in dims)
 
     def expand(self, name: str, value: torch.Tensor | None = None) -> torch.Tensor:
         """Returns one value per local element along every blocked dimension of a parameter (a scale per weight).
@@ -271,11 +276,14 @@ class ShardedModule(nn.Module):
 
     def _elements(self, dim: Dim) -> list[Run]:
         if dim not in self._local_elements:
-            layer, rank = self.sharded.layer, self.sharded.rank
-            out, in_ = layer.spec.out, layer.spec.in_
-            shares = layer.shares(out, rank), layer.shares(in_, rank)
-            self._local_elements[dim] = local_elements(dim, out, in_, layer.form, *shares)
+            self._local_elements[dim] = local_elements(dim, *self._place)
         return self._local_elements[dim]
+
+    @property
+    def _place(self) -> tuple[Side, Side, tuple[Source, ...], Shares, Shares]:
+        layer, rank = self.sharded.layer, self.sharded.rank
+        out, in_ = layer.spec.out, layer.spec.in_
+        return out, in_, layer.form, layer.shares(out, rank), layer.shares(in_, rank)
 
     def segment_of_row(self) -> torch.Tensor:
         """Returns, for each local output row, the number of the segment it belongs to. ``[out]`` int64."""

@@ -21,7 +21,9 @@ def unpack(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     Returns:
         uint8 ``[..., n * word bits // bits, ...]``.
     """
-    octets = words.movedim(dim, -1).contiguous().view(torch.uint8)  # little-endian: the lowest bits come first
+    moved = words.movedim(dim, -1)
+    # little-endian: the lowest bits come first; flat, since one word counts as contiguous whatever its stride
+    octets = moved.reshape(-1).view(torch.uint8).view(*moved.shape[:-1], moved.shape[-1] * words.element_size())
     mask = (1 << bits) - 1
     if bits == 8:
         return octets.movedim(-1, dim)

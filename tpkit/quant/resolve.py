@@ -53,8 +53,9 @@ class Resolver:
         self._registry = registry
         self._made: dict[tuple[str, str], QuantMethod] = {}
         self.unquantized = Choice("none", self._make("none", {}, "tpkit"))
-        #: whether anybody says anything
-        self.said = any(each.method not in (None, "none") for each in stated)
+        #: who says that the model is quantised
+        self.who = ", ".join(each.source for each in stated if each.method not in (None, "none"))
+        self.said = bool(self.who)
         self._dequantize = _one("dequantize", [(s.source, s.dequantize) for s in stated if s.dequantize is not None])
         naming = [each for each in stated if each.method is not None]
         accept = {key for each in stated for key in each.accept}
@@ -111,14 +112,16 @@ class Resolver:
                 with plugin_errors(kind, "read_config", each.source):
                     options = dict(kind.read_config(options))
             for key, value in options.items():
-                if key in merged and merged[key] != value:
+                if value is None:
+                    merged.setdefault(key, None)  # null says nothing
+                elif merged.get(key) is None:
+                    merged[key], origin[key] = value, each.source
+                elif merged[key] != value:
                     raise SpecError(
                         f"the sources disagree on {each.method} {key}: {origin[key]} says {merged[key]!r:.200}, "
                         f"{each.source} says {value!r:.200}",
                         hint="remove or correct the one that is wrong; what the checkpoint stores decides",
                     )
-                merged[key] = value
-                origin.setdefault(key, each.source)
         return merged
 
     def _class(self, name: str) -> type[QuantMethod]:

@@ -102,9 +102,7 @@ def stated_beside(folder: Path) -> list[Stated]:
         except (OSError, ValueError, RecursionError) as cause:
             raise SpecError(f"{file} cannot be read as JSON: {cause}") from None
         if isinstance(content, Mapping) and isinstance(content.get("quantization"), Mapping):
-            producer = content.get("producer")
-            method = producer.get("name") if isinstance(producer, Mapping) else None
-            content = content["quantization"]
+            content = {"producer": content.get("producer"), **content["quantization"]}
         found.append(_foreign(content, str(file), method))
     return found
 
@@ -112,8 +110,9 @@ def stated_beside(folder: Path) -> list[Stated]:
 def _foreign(value: Any, source: str, method: str | None) -> Stated:
     if not isinstance(value, Mapping):
         raise SpecError(f"{source} is no mapping, but {value!r:.80}")
-    named = value.get("quant_method", method)
+    producer = value.get("producer")
+    named = value.get("quant_method") or (producer.get("name") if isinstance(producer, Mapping) else method)
     if not isinstance(named, str) or not named:
         raise SpecError(f"{source} names no quant_method", hint="it must be a mapping with one")
-    options = {key: entry for key, entry in value.items() if key != "quant_method"}
+    options = {key: entry for key, entry in value.items() if key not in ("quant_method", "producer")}
     return Stated(source=source, method=named, options=options, foreign=True)
