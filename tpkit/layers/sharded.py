@@ -140,6 +140,7 @@ class ShardedModule(nn.Module):
         #: whole tensors handed over as stored: parameter -> segment -> tensor
         self.blobs: dict[str, dict[str, torch.Tensor]] = {} if tied is None else tied.blobs
         self._local_elements: dict[Dim, list[Run]] = {}
+        self._rows: torch.Tensor | None = None
         self._sharers: list[ShardedModule] = []
         self.is_tied = tied is not None
         self.register_parameter("bias", None)
@@ -287,8 +288,11 @@ class ShardedModule(nn.Module):
 
     def segment_of_row(self) -> torch.Tensor:
         """Returns, for each local output row, the number of the segment it belongs to. ``[out]`` int64."""
-        counts = torch.tensor(self.out_sizes, dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(len(self.out_sizes)), counts)
+        device = next((p.device for p in self._parameters.values() if p is not None), torch.device("cpu"))
+        if self._rows is None or self._rows.device != device:
+            counts = torch.tensor(self.out_sizes, dtype=torch.int64)
+            self._rows = torch.repeat_interleave(torch.arange(len(self.out_sizes)), counts).to(device)
+        return self._rows
 
     def extra_repr(self) -> str:
         layer = self.sharded.layer.spec
