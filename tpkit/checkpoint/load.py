@@ -117,6 +117,9 @@ class _Work:
                 whole = tuple(Run(0, n) for n in stored.shape)
                 piece = self.reader.read(tensor, stored, stored.shape, whole).clone()
                 module.blobs.setdefault(name, {})[segment] = piece
+        order = [part.name for part in module.sharded.layer.spec.out]
+        for name, held in module.blobs.items():
+            module.blobs[name] = {segment: held[segment] for segment in order if segment in held}
         _check_equal(self.plan, self.rank, path, self.modules, self.reader)
         process(module)
 

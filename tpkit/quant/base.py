@@ -38,6 +38,7 @@ class Kernel:
         dtypes: dtypes of the model that it takes; empty: all.
         out_multiple, in_multiple: the features of a rank's shard must be multiples of these.
         whole: cuts must fall between the words, groups and blocks of every parameter.
+        stored: types that parameters must have, by name; None: such a parameter must not be there.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernel:
     out_multiple: int = 1
     in_multiple: int = 1
     whole: bool = True
+    stored: tuple[tuple[str, str | None], ...] = ()
 
 
 @contextmanager
@@ -79,7 +81,7 @@ class QuantMethod:
     api: ClassVar[int] = 1
     Options: ClassVar[type[BaseModel]] = QuantOptions
     unused: ClassVar[tuple[str, ...]] = ()
-    kernels: ClassVar[tuple[Kernel, ...]] = ()
+    kernels: tuple[Kernel, ...] = ()
 
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options: Any = options if options is not None else self.Options()
