@@ -127,9 +127,10 @@ def _choices(
     found = []
     for source in form:
         names = parts if source.name == whole and parts else [source.name]
-        answers = {
-            name: resolver.choose(_target(declaration, name, whole, parts, source, checkpoint), own) for name in names
-        }
+        answers = {}
+        for name in names:
+            target = _target(declaration, name, whole, parts, source, checkpoint)
+            answers[name] = resolver.choose(replace(target, patterns=resolver.patterns), own)
         first = answers[names[0]]
         if not all(answer.like(first) for answer in answers.values()):
             said = ", ".join(f"{name.rpartition('.')[2]}: {answer}" for name, answer in answers.items())

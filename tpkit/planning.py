@@ -21,7 +21,7 @@ from tpkit.layering import PlannedLayer, layers_of
 from tpkit.layout import LayerSpec
 from tpkit.partition import side_size
 from tpkit.quant.resolve import Resolver
-from tpkit.quant.stated import Stated, stated_beside, stated_in
+from tpkit.quant.stated import Stated, stated_in, stated_in_folder
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec
 
@@ -59,7 +59,7 @@ class ModelPlan:
         names |= {("module", node.word) for node in nodes if node.kind == "module"}
         names |= {("style", node.word) for node in nodes if node.kind == "projection"}
         used = [registry.find(kind, name) for kind, name in sorted(names)]
-        plugins = ", ".join(f"{p.kind} {p.name} {p.distribution} {p.version}" for p in used)
+        plugins = ", ".join(f"{p.kind} {p.name} {p.distribution} {p.version} {p.value}" for p in used)
         checkpoint = self.load.checkpoint
         return {
             "tpkit": version("tpkit"),
@@ -170,6 +170,7 @@ def prepare(
     declarations = _declare(spec, registry, checkpoint)
     resolver = Resolver(registry, _stated(spec, checkpoint))
     planned = [each for declaration in declarations for each in layers_of(declaration, checkpoint, resolver, name)]
+    resolver.check_patterns(source.name for each in planned for source in each.form)
     quantised = any(each.choice is not None and each.choice.name != "none" for each in planned)
     if resolver.said and not quantised:
         raise SpecError(
@@ -195,7 +196,7 @@ def _stated(spec: BoundSpec, checkpoint: Checkpoint | None) -> list[Stated]:
         if checkpoint.quantization is not None:
             found += stated_in({"quantization_config": checkpoint.quantization}, checkpoint.path.name)
         elif spec.folder is None or folder.resolve() != spec.folder.resolve():
-            found += stated_beside(folder)
+            found += stated_in_folder(folder)
     return found
 
 

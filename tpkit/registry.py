@@ -41,6 +41,7 @@ class Plugin:
     version: str
     entry_point: EntryPoint | None = None
     target: Any = field(default=None, compare=False)
+    hidden: str = ""
 
     def load(self) -> Any:
         """Imports the plugin's object.
@@ -77,8 +78,13 @@ class Registry:
     def __init__(self, plugins: Iterator[Plugin] | tuple[Plugin, ...] = ()) -> None:
         self._plugins: dict[tuple[str, str], list[Plugin]] = {}
         self._loaded: dict[Plugin, Any] = {}
+        #: what is told of names that only a copy of a distribution offers that another copy hides
+        self._hidden: dict[tuple[str, str], list[str]] = {}
         for plugin in plugins:
-            self._add(plugin)
+            if plugin.hidden:
+                self._hidden.setdefault((plugin.kind, plugin.name), []).append(plugin.hidden)
+            else:
+                self._add(plugin)
 
     @classmethod
     @lru_cache(maxsize=1)
@@ -131,7 +137,8 @@ class Registry:
         if not claims:
             known = self.names(kind)
             raise PluginError(
-                f"no {kind} named {plain!r} is installed{did_you_mean(plain, known)}; found: {_described(self, kind)}",
+                f"no {kind} named {plain!r} is installed{did_you_mean(plain, known)}; found: {_described(self, kind)}"
+                + "".join(f"\n  {line}" for line in self._hidden.get((kind, plain), ())),
                 hint=f"install the distribution that offers it (entry-point group {GROUPS.get(kind, kind)})",
             )
         if chosen:
@@ -165,17 +172,21 @@ def _normal(distribution: str) -> str:
 
 def _scan() -> Iterator[Plugin]:
     kinds = {group: kind for kind, group in GROUPS.items()}
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for dist in distributions():
         try:
             points = [point for point in dist.entry_points if point.group in kinds]
             name = str(dist.metadata["Name"] or "?") if points else ""
             told = str(dist.metadata["Version"] or "?") if points else ""
+            place = str(dist.locate_file("")) if points else ""
         except Exception:  # a distribution whose own files are damaged must not stop the others
             continue
-        if not points or _normal(name) in seen:
-            continue  # an earlier folder of the path has the same distribution: that one counts
-        seen.add(_normal(name))
+        if not points:
+            continue
+        first = seen.setdefault(_normal(name), f"{told} in {place}")
+        hidden = ""
+        if first != f"{told} in {place}":  # an earlier folder of the path has the same distribution: that one counts
+            hidden = f"{name} {told} in {place} offers it, but {name} {first} comes first and does not"
         for point in points:
             yield Plugin(
                 kind=kinds[point.group],
@@ -184,4 +195,5 @@ def _scan() -> Iterator[Plugin]:
                 distribution=name,
                 version=told,
                 entry_point=point,
+                hidden=hidden,
             )

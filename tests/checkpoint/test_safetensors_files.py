@@ -221,7 +221,9 @@ def test_a_damaged_index_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no weights in a known format \(safetensors\); it holds: nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no weights in a known format \([a-z, ]*safetensors\); it holds: nothing"
+    ):
         open_checkpoint(tmp_path)
     (tmp_path / "x.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"it holds: x\.safetensors/"):

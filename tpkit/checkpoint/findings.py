@@ -82,12 +82,13 @@ def check_header(
         hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
         findings.add(
             "wrong shape",
-            f"{tensor} is {list(stored.shape)} in {stored.file.name}, {spec.path} needs {list(wanted)}{hint}",
+            f"{tensor} is {list(stored.shape)} in {stored.file.name}, {spec.path or 'the layer'} needs "
+            f"{list(wanted)}{hint}",
         )
     if stored.dtype != param.dtype and not {stored.dtype, param.dtype} <= FLOATS:
         findings.add(
             "wrong type",
-            f"{tensor} is {stored.dtype} in {stored.file.name}, {spec.path} holds {param.dtype}: "
+            f"{tensor} is {stored.dtype} in {stored.file.name}, {spec.path or 'the layer'} holds {param.dtype}: "
             "these are not the same values in another type; name the quant method that stored them",
         )
 

@@ -24,6 +24,9 @@ FILES = {
     "test.py.in": "tests/test_$name.py",
 }
 
+#: letters of a name
+LONGEST = 30
+
 NEXT = """\
 written to {folder}:
 {listing}
@@ -41,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("kind", choices=["quant"], help="what to begin: a quant method")
     parser.add_argument("name", metavar="NAME", help="its name in config.json and in descriptions, e.g. int6_groups")
-    parser.add_argument("--dir", metavar="DIR", type=Path, default=Path(), help="where its folder NAME is made (default: here)")  # fmt: skip
+    parser.add_argument(
+        "--dir", metavar="DIR", type=Path, default=Path(), help="where to make its folder NAME (default: here)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,10 +67,10 @@ def _check_name(name: str) -> None:
     Raises:
         UsageError: saying what a name is.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name) or len(name) > LONGEST:
         raise UsageError(
             f"{name!r} cannot be the name of a quant method",
-            hint="small letters, digits and single underscores, beginning with a letter: int6_groups",
+            hint=f"small letters, digits and single underscores, a letter first, at most {LONGEST}: int6_groups",
         )
     taken = [plugin for plugin in Registry.default().listing() if (plugin.kind, plugin.name) == ("quant method", name)]
     if taken:

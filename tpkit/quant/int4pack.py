@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 
 from tpkit.quant.base import Kernel
 
-__all__ = ["GROUPS", "INT4PACK", "dequantize", "multiply", "pack"]
+__all__ = ["GROUPS", "INT4PACK", "dequantize", "multiply", "pack", "prefers_gemm"]
 
 #: what a method offers in `kernels` under this name
 INT4PACK = Kernel(name="int4pack", devices=("cpu",), dtypes=("bfloat16",))
@@ -67,7 +67,7 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, group: int)
         group: inputs that share a scale.
     """
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype != torch.bfloat16 or not rows or (_has_bfloat16() and rows >= 16):
+    if x.dtype != torch.bfloat16 or not rows or prefers_gemm(rows):
         return linear(x, dequantize(layer, group).to(x.dtype), bias)
     if rows >= 128:  # without instructions for bfloat16 its GEMM is the slowest of the three
         return linear(x.float(), dequantize(layer, group), None if bias is None else bias.float()).to(x.dtype)
@@ -79,9 +79,13 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, group: int)
     return y if bias is None else y + bias
 
 
+def prefers_gemm(rows: int) -> bool:
+    """Says whether this CPU is quicker with a decoded weight: from 16 rows on, if it has instructions for bfloat16."""
+    return rows >= 16 and _has_bfloat16()
+
+
 @cache
 def _has_bfloat16() -> bool:
-    """Says whether this CPU multiplies matrices of bfloat16 well: from 16 rows on then better than the kernel."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and bool(supported())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from tpkit.errors import PluginError, SpecError
+from tpkit.errors import PluginError, SpecError, did_you_mean
 from tpkit.quant.base import QuantMethod, plugin_errors
 from tpkit.quant.dequantized import Dequantized
 from tpkit.quant.stated import Stated
@@ -52,6 +52,10 @@ class Resolver:
     def __init__(self, registry: Registry, stated: Sequence[Stated]) -> None:
         self._registry = registry
         self._made: dict[tuple[str, str], QuantMethod] = {}
+        self._providers = _providers(stated)
+        #: every pattern of a rule that was compared with a module, and whether it ever matched one
+        self.patterns: dict[str, bool] = {}
+        self._ours = [each for each in stated if not each.foreign]
         self.unquantized = Choice("none", self._make("none", {}, "tpkit"))
         #: who says that the model is quantised
         self.who = ", ".join(each.source for each in stated if each.method not in (None, "none"))
@@ -62,7 +66,7 @@ class Resolver:
         self._base = self._options = None
         if naming:
             self._agree_on_method(naming)
-            name = naming[0].method or "none"
+            name = self._provided(naming[0].method or "none")
             self._options = self._merged(naming, accept)
             sources = ", ".join(each.source for each in naming)
             self._base = Choice(name, self._make(name, self._options, sources))
@@ -77,10 +81,13 @@ class Resolver:
         base, dequantize = self._base, self._dequantize
         if own is not None:
             dequantize = own.dequantize if own.dequantize is not None else dequantize
+            if own not in self._ours:
+                self._ours.append(own)
             if own.method is not None:
-                inherited = self._options if base is not None and base.name == own.method else None
+                name = self._provided(own.method)
+                inherited = self._options if base is not None and base.name == name else None
                 options = {**(inherited or {}), **own.options}
-                base = Choice(own.method, self._make(own.method, options, own.source))
+                base = Choice(name, self._make(name, options, own.source))
         if base is None or base.name == "none":
             return self.unquantized
         with plugin_errors(base.method, "for_module", target.name):
@@ -93,6 +100,28 @@ class Resolver:
             who = type(base.method).__name__
             raise PluginError(f"for_module of {who} gave {answer!r} for {target.name}, not a QuantMethod or None")
         return Choice(base.name, Dequantized(answer) if dequantize else answer)
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Checks that what the description and the command line list means some module: a misspelt name is silent.
+
+        Args:
+            names: of all modules, for what may have been meant.
+
+        Raises:
+            SpecError: for an entry of a list that was compared with every module and matched none.
+        """
+        targets = [Target(name=name) for name in names]
+        lost = {pattern for pattern, matched in self.patterns.items() if not matched}
+        for each in self._ours:
+            for text in lost.intersection(_texts(each.options)):
+                # a module that is not quantised anyway may be listed too
+                if not any(target.matches([text], how) for target in targets for how in ("substring", "glob")):
+                    near = did_you_mean(text, {target.name.rpartition(".")[2] for target in targets})
+                    raise SpecError(f"{each.source}: {text!r} matches no module of the model{near}")
+
+    def _provided(self, name: str) -> str:
+        """Returns the name with its distribution, where one source chose it."""
+        return self._providers.get(name, name)
 
     def _agree_on_method(self, naming: Sequence[Stated]) -> None:
         classes = {each.method: self._class(each.method or "none") for each in naming}
@@ -125,7 +154,7 @@ class Resolver:
         return merged
 
     def _class(self, name: str) -> type[QuantMethod]:
-        kind: object = self._registry.load("quant method", name)
+        kind: object = self._registry.load("quant method", self._provided(name))
         if not (isinstance(kind, type) and issubclass(kind, QuantMethod)):
             raise PluginError(f"quant method {name!r} is {kind!r}, not a subclass of tpkit.QuantMethod")
         return kind
@@ -144,13 +173,39 @@ class Resolver:
 
     def _refused(self, name: str, cause: ValidationError, sources: str) -> PluginError:
         who = self._registry.find("quant method", name)
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in cause.errors())
+        known = list(self._class(name).Options.model_fields)
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}"
+            + (did_you_mean(str(e["loc"][0]), known) if e["type"] == "extra_forbidden" and len(e["loc"]) == 1 else "")
+            for e in cause.errors()
+        )
         return PluginError(
             f"quant method {name!r} of {who.distribution} {who.version} does not take the options of {sources}: "
             f"{wrong}",
-            hint="if an option that it does not know changes nothing in the weights, accept it: "
+            hint="if an option of a file that it does not know changes nothing in the weights, accept it: "
             "--quant '{accept: [NAME]}'",
         )
+
+
+def _providers(stated: Sequence[Stated]) -> dict[str, str]:
+    """Returns names that one source gives with their distribution: that chooses for all who give the plain name."""
+    full = [(each.source, each.method) for each in stated if each.method and "@" in each.method]
+    plain = {name.partition("@")[0] for _, name in full}
+    return {
+        each: _one(f"who offers {each!r}", [(who, name) for who, name in full if name.partition("@")[0] == each])
+        for each in plain
+    }
+
+
+def _texts(options: Any) -> Iterator[str]:
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, Mapping):
+        for value in options.values():
+            yield from _texts(value)
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _texts(value)
 
 
 def _one(what: str, said: Sequence[tuple[str, Any]]) -> Any:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tpkit.errors import SpecError
+from tpkit.errors import SpecError, did_you_mean
 
-__all__ = ["Stated", "stated_beside", "stated_in", "stated_word"]
+__all__ = ["Stated", "stated_beside", "stated_in", "stated_in_folder", "stated_word"]
 
 #: keys of config.json, in the order of their age
 KEYS = ("quantization_config", "compression_config")
@@ -61,7 +61,8 @@ def stated_word(value: Any, source: str) -> Stated:
     if not isinstance(accept, list) or not all(isinstance(key, str) for key in accept):
         raise SpecError(f"{source}: accept: {accept!r} is no list of options")
     if method is None and rest:
-        raise SpecError(f"{source}: options {sorted(rest)} without a method", hint="say method: NAME beside them")
+        near = "".join(did_you_mean(key, ("method", "dequantize", "accept")) for key in sorted(rest))
+        raise SpecError(f"{source}: options {sorted(rest)} without a method{near}", hint="say method: NAME beside them")
     return Stated(source=source, method=method, options=rest, dequantize=dequantize, accept=tuple(accept))
 
 
@@ -86,6 +87,21 @@ def stated_in(config: Mapping[str, Any], source: str, inner: str = "") -> list[S
     return found
 
 
+def stated_in_folder(folder: Path) -> list[Stated]:
+    """Returns what the config.json in a folder and the quantisers' own files beside it say.
+
+    Raises:
+        SpecError: if one cannot be read.
+    """
+    file = folder / "config.json"
+    found = []
+    if file.is_file():
+        content = _read(file)
+        inner = [key for key, value in content.items() if key.endswith("text_config") and isinstance(value, Mapping)]
+        found = stated_in(content, str(file), inner[0] if inner else "")
+    return found + stated_beside(folder)
+
+
 def stated_beside(folder: Path) -> list[Stated]:
     """Returns what the quantisers' own files in a folder say.
 
@@ -97,14 +113,21 @@ def stated_beside(folder: Path) -> list[Stated]:
         file = folder / name
         if not file.is_file():
             continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as cause:
-            raise SpecError(f"{file} cannot be read as JSON: {cause}") from None
-        if isinstance(content, Mapping) and isinstance(content.get("quantization"), Mapping):
+        content = _read(file)
+        if isinstance(content.get("quantization"), Mapping):
             content = {"producer": content.get("producer"), **content["quantization"]}
         found.append(_foreign(content, str(file), method))
     return found
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as cause:
+        raise SpecError(f"{file} cannot be read as JSON: {cause}") from None
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{file} is no JSON object")
+    return content
 
 
 def _foreign(value: Any, source: str, method: str | None) -> Stated:

@@ -28,6 +28,7 @@ class Target:
         kind: "linear", "head" (the projection to the vocabulary) or "embedding".
         in_features, out_features: its logical sizes.
         stored: headers of what the checkpoint has for it, by the rest of their names; empty without a checkpoint.
+        patterns: notes every pattern it is compared with, and whether one ever matched.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Target:
     in_features: int = 0
     out_features: int = 0
     stored: Mapping[str, Header] = field(default_factory=dict)
+    patterns: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def matches(self, patterns: Iterable[str] | None, dialect: Dialect = "component") -> bool:
         """Says whether a list of modules has it, by any of its names; see `match` for the dialects."""
@@ -61,12 +63,17 @@ class Target:
             PluginError: for a regular expression that is none.
         """
         for pattern in patterns or ():
-            if _fits(pattern, self.name, dialect):
+            if self._means_this(pattern, dialect):
+                self.patterns[pattern] = True
                 return pattern
-            of_a_part = any(_fits(pattern, name, dialect) for name in self.siblings)
-            if not of_a_part and any(_fits(pattern, name, dialect) for name in self.aliases):
-                return pattern
+            self.patterns.setdefault(pattern, False)
         return None
+
+    def _means_this(self, pattern: str, dialect: Dialect) -> bool:
+        if _fits(pattern, self.name, dialect):
+            return True
+        of_a_part = any(_fits(pattern, name, dialect) for name in self.siblings)
+        return not of_a_part and any(_fits(pattern, name, dialect) for name in self.aliases)
 
 
 def _fits(pattern: str, name: str, dialect: Dialect) -> bool:

@@ -254,3 +254,18 @@ def test_the_kernel_serves_shards_whose_cuts_are_whole() -> None:
     merged = MergedColumnParallelLinear(64, [40, 40], bias=False, quant=OnlineInt4(), dtype=torch.bfloat16)
     merged.load({f"{name}_proj.weight": torch.randn(40, 64) for name in ("gate", "up")})
     assert merged(torch.randn(2, 64).bfloat16()).shape == (2, 80)
+
+
+@pytest.mark.parametrize(("out", "in_", "kernel"), [(40, 96, "int8pack"), (7, 64, "int8pack"), (40, 80, "")])
+def test_int8_is_multiplied_without_decoding_where_the_width_allows(out: int, in_: int, kernel: str) -> None:
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(in_, out, quant=OnlineInt8(), dtype=torch.bfloat16)
+    layer.load({"weight": torch.randn(out, in_).bfloat16(), "bias": torch.randn(out).bfloat16()})
+    assert layer.kernel == kernel
+    weight = layer.quant_method.dequantize(layer).double()
+    for rows in (1, 3, 40):
+        x = torch.randn(2, rows, in_).bfloat16()
+        exact = x.double() @ weight.t() + layer.bias.double()
+        assert ((layer(x).double() - exact).abs().max() <= 0.01 * exact.abs().max()).all()
+        if kernel and rows < 16:  # rounded in two places, the result alone
+            assert ((layer(x).double() - exact).abs() <= exact.abs() * 2**-7 + 1e-3 * exact.abs().max()).all()

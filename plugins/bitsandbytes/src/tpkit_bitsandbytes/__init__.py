@@ -20,7 +20,20 @@ import torch
 from pydantic import Field
 
 from tpkit import PluginError
-from tpkit.quant import Blob, Fixed, Flat, In, LinearSpec, Out, ParamSpec, QuantMethod, QuantOptions, Segment, Target
+from tpkit.quant import (
+    Blob,
+    Fixed,
+    Flat,
+    In,
+    LinearSpec,
+    Out,
+    ParamSpec,
+    QuantMethod,
+    QuantOptions,
+    Segment,
+    Target,
+    int8pack,
+)
 
 __all__ = ["BitsAndBytes"]
 
@@ -100,6 +113,15 @@ class BitsAndBytes(QuantMethod):
             "blocksize": _blocksize(target.out_features * target.in_features, prod(absmax.shape), options.blocksize),
         }
         return type(self)(options.model_copy(update=found))
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        if self.options.bits == 8:
+            self.kernels = (int8pack.INT8PACK,)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = int8pack.multiply(x, layer.weight, layer.SCB.float() / 127, bias) if layer.kernel else None
+        return super().apply(layer, x, bias) if y is None else y
 
     def label(self) -> str:
         options = self.options

@@ -14,7 +14,20 @@ import torch
 from torch.nn.functional import pad
 
 from tpkit import PluginError
-from tpkit.quant import Blob, Dim, Fixed, In, LinearSpec, Out, ParamSpec, QuantMethod, Segment, codes, int4pack
+from tpkit.quant import (
+    Blob,
+    Dim,
+    Fixed,
+    In,
+    LinearSpec,
+    Out,
+    ParamSpec,
+    QuantMethod,
+    Segment,
+    codes,
+    int4pack,
+    int8pack,
+)
 from tpkit_compressed_tensors.options import Scheme
 
 __all__ = ["FloatFour", "Packed", "Plain", "Stored"]
@@ -98,6 +111,16 @@ class Stored(QuantMethod):
 
 class Plain(Stored):
     """A value in each element: int-quantized, float-quantized, naive-quantized, mxfp8-quantized."""
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        weights = self.options.weights
+        if weights.type == "int" and weights.symmetric and weights.strategy == "channel":
+            self.kernels = (int8pack.INT8PACK,)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = int8pack.multiply(x, layer.weight, layer.weight_scale.float(), bias) if layer.kernel else None
+        return super().apply(layer, x, bias) if y is None else y
 
     def values(self, layer: LinearSpec) -> dict[str, ParamSpec]:
         weights = self.options.weights

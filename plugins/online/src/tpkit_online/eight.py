@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from tpkit.quant import int8pack
 from tpkit_online.base import Online, OnlineOptions, usable
 
 __all__ = ["OnlineFp8", "OnlineInt8"]
@@ -17,6 +18,8 @@ E4M3_MAX = 448.0
 
 class OnlineInt8(Online):
     """The quant method ``online_int8``: symmetric, one float32 scale for each output channel."""
+
+    kernels = (int8pack.INT8PACK,)
 
     def label(self) -> str:
         return "8 bit per channel"
@@ -34,6 +37,10 @@ class OnlineInt8(Online):
     def dequantize(self, layer: Any) -> torch.Tensor:
         weight: torch.Tensor = layer.codes * layer.scale
         return weight
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = int8pack.multiply(x, layer.codes, layer.scale[:, 0], bias) if layer.kernel else None
+        return super().apply(layer, x, bias) if y is None else y
 
 
 class OnlineFp8(Online):

@@ -1,0 +1,278 @@
+"""Quant methods with one fault each, and the reason for which the kit must refuse them: the tests of the kit itself.
+
+Two sound methods store weights as most formats do; every other class here changes one thing that authors get wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch.nn.functional import linear
+
+from tpkit.quant import In, LinearSpec, Out, ParamSpec, QuantMethod, QuantOptions, Segment
+from tpkit.quant.codes import unpack
+from tpkit.testing.conformance import QuantConformance
+
+__all__ = ["BROKEN", "SOUND"]
+
+#: inputs that share a scale
+GROUP = 6
+
+
+class Words(QuantMethod):
+    """Four 8-bit codes in a word along the input, and a scale for six inputs."""
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        scales = ParamSpec(layer.dtype_of("scales", "float16"), dims=(Out(), In(block=GROUP)))
+        return {"qweight": ParamSpec("int32", dims=(Out(), In(pack=4))), "scales": scales}
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        codes = layer.trim("qweight", unpack(layer.qweight, 8)).float() - 128
+        weight: torch.Tensor = codes * layer.expand("scales").float()
+        return weight
+
+
+class WordsTest(QuantConformance):
+    """The reference of `Words`."""
+
+    method = Words()
+
+    def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, width = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, -width % GROUP)).view(rows, -1, GROUP)
+        scales = (padded.abs().amax(2) / 127).half()
+        codes = (padded / scales.unsqueeze(2)).clamp(-128, 127).round().flatten(1)[:, :width] + 128
+        words = torch.nn.functional.pad(codes.to(torch.uint8), (0, -width % 4)).contiguous().view(torch.int32)
+        return {"qweight": words, "scales": scales}
+
+    def decode(self, stored: dict[str, torch.Tensor], out: int, in_: int) -> torch.Tensor:
+        codes = stored["qweight"].view(torch.uint8)[:, :in_].float() - 128
+        return codes * stored["scales"][:, torch.arange(in_) // GROUP].float()
+
+
+class PerTensor(QuantMethod):
+    """Integers and one scale: a packed layer has one for each of its parts."""
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        scale = ParamSpec(layer.dtype_of("scale", "float32"), dims=(Segment(),))
+        return {"weight": ParamSpec("int8", dims=(Out(), In())), "scale": scale}
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        weight: torch.Tensor = layer.weight.float() * layer.scale.float()[layer.segment_of_row()].unsqueeze(1)
+        return weight
+
+
+class PerTensorTest(QuantConformance):
+    """The reference of `PerTensor`."""
+
+    method = PerTensor()
+
+    def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.abs().max() / 127
+        return {"weight": (weight / scale).round().to(torch.int8), "scale": scale}
+
+    def decode(self, stored: dict[str, torch.Tensor], out: int, in_: int) -> torch.Tensor:
+        return stored["weight"].float() * stored["scale"].float()
+
+
+# what it declares
+
+
+class AnswersInTurn(Words):
+    """Remembers what it was asked, and answers otherwise the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        self.asked.append(layer.name)
+        specs = super().create_weights(layer)
+        return specs if len(self.asked) % 2 else dict(reversed(specs.items()))
+
+
+class LenientOptions(Words):
+    """Takes any option, so that a misspelt one changes nothing."""
+
+    class Options(BaseModel):
+        group_size: int = GROUP
+
+
+class HoldsAFunction(Words):
+    """Cannot go to a spawned rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = lambda codes: codes.float() - 128
+
+
+class ReadsTheEnvironment(Words):
+    """Cuts by itself, by the rank that a launcher tells."""
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        return super().dequantize(layer).roll(int(os.environ.get("RANK", "0")), 0)
+
+
+class TakesAnyType(PerTensor):
+    """Declares whatever type the file has, a float's bytes under an integer's name too."""
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        header = layer.header("scale")
+        specs = super().create_weights(layer)
+        return {**specs, "scale": ParamSpec(header.dtype if header else "float32", dims=(Segment(),))}
+
+
+class ScaleOfOne(PerTensor):
+    """Takes a checkpoint without scales for one whose scales are 1."""
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        specs = super().create_weights(layer)
+        return {**specs, "scale": ParamSpec(specs["scale"].dtype, dims=(Segment(),), default=1.0)}
+
+
+class RoundsScales(Words):
+    """Holds scales in half precision, whatever a checkpoint has."""
+
+    def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+        specs = super().create_weights(layer)
+        return {**specs, "scales": ParamSpec("float16", dims=specs["scales"].dims)}
+
+
+# what it computes
+
+
+class FirstScale(PerTensor):
+    """Takes q's scale for k and v."""
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        weight: torch.Tensor = layer.weight.float() * layer.scale.float()[0]
+        return weight
+
+
+class FromTheFirstBlock(Words):
+    """Repeats scales from the start of the shard: right where cuts fall between groups."""
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        codes = layer.trim("qweight", unpack(layer.qweight, 8)).float() - 128
+        weight: torch.Tensor = codes * layer.scales.float().repeat_interleave(GROUP, 1)[:, : layer.in_features]
+        return weight
+
+
+class KeepsNeighbours(Words):
+    """Takes the first elements of the words for its own."""
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        codes = unpack(layer.qweight, 8)[:, : layer.in_features].float() - 128
+        weight: torch.Tensor = codes * layer.expand("scales").float()
+        return weight
+
+
+class DropsBias(Words):
+    """Forgets the bias."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(layer, x, None)
+
+
+class AlwaysFloat32(Words):
+    """Computes in float32 and leaves it at that."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.float(), self.dequantize(layer), None if bias is None else bias.float())
+
+
+class ScalesTheInput(PerTensor):
+    """Multiplies x in place."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(layer, x.mul_(2), None if bias is None else bias * 2) / 2
+
+
+class KeepsTheDenseWeight(Words):
+    """Dequantises once and for all, beside what it was given."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.dense = super().dequantize(layer)
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        dense: torch.Tensor = layer.dense
+        return dense
+
+
+class ProcessesOnce(PerTensor):
+    """Thinks that a layer that was repacked stays so."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not hasattr(layer, "rows"):
+            layer.rows = layer.scale.float()[layer.segment_of_row()]
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        weight: torch.Tensor = layer.weight.float() * layer.rows.unsqueeze(1)
+        return weight
+
+
+class KeepsScalesItself(PerTensor):
+    """Keeps on the method what belongs to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.scale = layer.scale.float()[layer.segment_of_row()]
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        weight: torch.Tensor = layer.weight.float() * self.scale.unsqueeze(1)
+        return weight
+
+
+class _ForgivingOptions(QuantOptions):
+    bits: int = 8
+
+
+class IgnoresTheConfig(Words):
+    """Picks from config.json what it knows, and never sees the rest."""
+
+    Options = _ForgivingOptions
+
+    @classmethod
+    def read_config(cls, config: Any) -> dict[str, Any]:
+        return {name: config[name] for name in ("bits",) if name in config}
+
+
+def _tests(made: dict[type[QuantMethod], str]) -> dict[type[QuantConformance], str]:
+    found: dict[type[QuantConformance], str] = {}
+    for method, reason in made.items():
+        base = WordsTest if issubclass(method, Words) else PerTensorTest
+        found[type(f"{method.__name__}Test", (base,), {"method": method(), "__module__": __name__})] = reason
+    return found
+
+
+#: classes that the kit must accept
+SOUND: tuple[type[QuantConformance], ...] = (WordsTest, PerTensorTest)
+
+#: classes that the kit must refuse -> the only reason
+BROKEN = _tests(
+    {
+        AnswersInTurn: "impure",
+        LenientOptions: "options",
+        IgnoresTheConfig: "options",
+        HoldsAFunction: "pickle",
+        ReadsTheEnvironment: "rank",
+        TakesAnyType: "dtype-accepted",
+        ScaleOfOne: "missing-accepted",
+        RoundsScales: "stored-dtype",
+        FirstScale: "segments",
+        FromTheFirstBlock: "expand",
+        KeepsNeighbours: "trim",
+        DropsBias: "bias",
+        AlwaysFloat32: "output-dtype",
+        ScalesTheInput: "mutates-input",
+        KeepsTheDenseWeight: "resident",
+        ProcessesOnce: "reload",
+        KeepsScalesItself: "shared-state",
+    }
+)
