@@ -11,7 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.small import weights, write
 from tpkit import cli
 
 ROOT = Path(__file__).parents[2]
@@ -168,5 +171,61 @@ def test_installed_from_wheels_it_is_found_and_its_tests_pass(tmp_path: Path) ->
     done = run(python, "-m", "pytest", *flags, tests, cwd=tests, PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 deselected" in done.stdout  # the marker is known, by the entry point of the installed tpkit
+    _computes_on_three_ranks(python, tmp_path)
     again = run(venv / "bin" / "tpkit", "new", "quant", "second", "--dir", tmp_path, cwd=tmp_path, PYTHONPATH="")
     assert again.returncode == 0, again.stderr
+
+
+SCRIPT = """
+import sys, torch, tpkit
+from safetensors.torch import save_file
+if "RANK" in __import__("os").environ:
+    torch.distributed.init_process_group("gloo")
+folder, description, out = sys.argv[1:]
+spec = tpkit.load_spec(description, config=folder)
+model = tpkit.build(spec, checkpoint=folder, dtype=torch.float32, device="cpu")
+logits = model(torch.arange(14)[None] * 5 % 96)
+if model.tp.rank == 0:
+    save_file({"logits": logits.contiguous(), "ranks": torch.tensor(model.tp.size)}, out)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+def _computes_on_three_ranks(python: Path, folder: Path) -> None:
+    """A checkpoint in its format, the method chosen by name in the description: the logits of the decoded weights."""
+    torch.manual_seed(0)
+    stored, dense = {}, {}
+    for name, tensor in weights().items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith("_proj"):
+            stored[name] = dense[name] = tensor
+            continue
+        codes = torch.randint(0, 256, tensor.shape, dtype=torch.uint8)
+        scales = (torch.rand(tensor.shape[0], tensor.shape[1] // 32) * 0.01 + 0.001).half()
+        stored |= {f"{stem}.qweight": codes.view(torch.int32), f"{stem}.scales": scales}
+        dense[name] = (codes.float() - 128) * scales.float().repeat_interleave(32, 1)
+    quantised, plain = write(folder / "quantised", stored), write(folder / "dense", dense)
+    text = (ROOT / "model_configs" / "llama.yaml").read_text()
+    (folder / "theirs.yaml").write_text(text.replace("config:\n", "quant: {method: int6_groups}\n\nconfig:\n", 1))
+    (folder / "script.py").write_text(SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    for flags, where, description, out in (
+        (launch, quantised, folder / "theirs.yaml", "three"),
+        ([], plain, "llama.yaml", "one"),
+    ):
+        done = run(
+            python,
+            *flags,
+            folder / "script.py",
+            where,
+            description,
+            folder / out,
+            cwd=folder,
+            PYTHONPATH="",
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        assert done.returncode == 0, done.stderr
+    three, one = load_file(folder / "three"), load_file(folder / "one")
+    assert (int(three["ranks"]), int(one["ranks"])) == (3, 1)
+    torch.testing.assert_close(three["logits"], one["logits"], rtol=1e-4, atol=1e-4)
