@@ -6,7 +6,8 @@ MODEL := build/smollm2
 PACKAGING := pyproject.toml setup.py constraints.txt
 PLUGINS := $(sort $(wildcard plugins/*/pyproject.toml))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Two processes share the files of tests; each starts its ranks once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

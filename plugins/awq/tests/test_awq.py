@@ -70,7 +70,7 @@ class TestWithoutZeroPoints(Kit):
 
 def recorded() -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     with safe_open(DATA, "pt") as file:
-        notes = {name: json.loads(note) for name, note in file.metadata().items() if note.startswith("{")}
+        notes = {name: json.loads(note) for name, note in sorted(file.metadata().items()) if note.startswith("{")}
         cases: dict[str, dict[str, torch.Tensor]] = {name: {} for name in notes}
         for key in file.keys():  # noqa: SIM118 - no mapping
             name, _, tensor = key.rpartition(".")

@@ -123,7 +123,7 @@ def recorded() -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch
     for name in ("linears", "linears_old"):
         with safe_open(Path(__file__).parent / "data" / f"{name}.safetensors", "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-            for case, text in file.metadata().items():
+            for case, text in sorted(file.metadata().items()):
                 if case != "written by":
                     own = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(f"{case}/")}
                     cases[case] = json.loads(text), own, own.pop("decoded")
