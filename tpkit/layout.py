@@ -173,6 +173,11 @@ class LayerSpec:
     method: str = ""
     tied_to: str | None = None
 
+    @property
+    def stored(self) -> tuple[tuple[str, str, ParamSpec], ...]:
+        """Returns what is read from a checkpoint: each parameter's name, its name on disk, and its spec."""
+        return tuple((name, spec.stored or name, spec) for name, spec in self.params if not spec.made)
+
     def axes(self) -> set[Axis]:
         """Returns the axes that its sides lie on."""
         return {part.axis for part in (*self.out, *self.in_) if part.axis is not None}

@@ -111,6 +111,8 @@ class ParamSpec:
         transposed: the dimensions come in reverse order on disk.
         flattened: on disk the dimensions are one, their row-major flattening.
         stored: name on disk where it is not the parameter's own, e.g. ``weight.absmax``.
+        made: it is never on disk; `process_weights_after_loading` makes it. It counts in the plan, and its dims serve
+            `trim` and `expand`.
     """
 
     dtype: str
@@ -119,6 +121,7 @@ class ParamSpec:
     transposed: bool = field(default=False, kw_only=True)
     flattened: bool = field(default=False, kw_only=True)
     stored: str | None = field(default=None, kw_only=True)
+    made: bool = field(default=False, kw_only=True)
 
     def __init__(
         self,
@@ -129,6 +132,7 @@ class ParamSpec:
         transposed: bool = False,
         flattened: bool = False,
         stored: str | None = None,
+        made: bool = False,
     ) -> None:
         object.__setattr__(self, "dtype", dtype_name(dtype))
         object.__setattr__(self, "dims", tuple(dims))
@@ -136,6 +140,7 @@ class ParamSpec:
         object.__setattr__(self, "transposed", transposed)
         object.__setattr__(self, "flattened", flattened)
         object.__setattr__(self, "stored", stored)
+        object.__setattr__(self, "made", made)
         words = [dim.along for dim in self.dims]
         for along in ("out", "in", "flat", "segment", "blob"):
             if words.count(along) > 1:

@@ -253,11 +253,9 @@ def derived_checkpoint(plan: ModelPlan) -> Checkpoint:
     tensors: dict[str, Stored] = {}
     for layer in plan.load.layers:
         in_size = side_size(layer.spec.in_)
-        for name, spec in layer.spec.params:
+        for _, on_disk, spec in layer.spec.stored:
             for source in layer.form:
                 shape = stored_shape(spec, source, in_size)
                 shape = tuple(reversed(shape)) if spec.transposed else (prod(shape),) if spec.flattened else shape
-                tensors[source.tensor(spec.stored or name)] = Stored(
-                    dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0
-                )
+                tensors[source.tensor(on_disk)] = Stored(dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0)
     return Checkpoint(Path("(derived)"), tensors)

@@ -66,7 +66,7 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     """Returns what is said of a tensor that is not there; with `near`, also what is there instead."""
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
-    own = {source.tensor(p.stored or name) for form in spec.forms for source in form for name, p in spec.params}
+    own = {source.tensor(on_disk) for form in spec.forms for source in form for _, on_disk, _ in spec.stored}
     strangers = [name for name in checkpoint.tensors if name not in own]
     beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, strangers) if near else ""
     goal = f"{spec.path}.{last}" if spec.path else tensor

@@ -88,11 +88,11 @@ def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[st
     left = dict(tensors)
     groups: dict[str, list[str]] = {"missing": [], "wrong shape": [], "wrong type": [], "not in the layer": []}
     writes: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, spec in layer.spec.params:
+    for name, on_disk, spec in layer.spec.stored:
         if spec.default is not None:
             parameter_of({layer.spec.path: module}, layer.spec.path, name).fill_(spec.default)
         for index, source in enumerate(layer.form):
-            tensor = source.tensor(spec.stored or name)
+            tensor = source.tensor(on_disk)
             piece = left.pop(tensor, None)
             if piece is None:
                 if spec.default is None:

@@ -84,10 +84,10 @@ class LoadPlan:
         """Yields the copies of one layer; `rename` reads them from another stem (the copy of a tied parameter)."""
         if self.checkpoint is None:
             return
-        for name, spec in layer.spec.params:
+        for name, on_disk, spec in layer.spec.stored:
             for copy in layer.geometry.local[rank][name].copies:
                 source = layer.form[copy.source]
-                tensor = source.tensor(spec.stored or name, rename)
+                tensor = source.tensor(on_disk, rename)
                 if tensor in self.checkpoint.tensors and all(run.count for run in copy.box):
                     yield Transfer(
                         tensor=tensor,
@@ -178,9 +178,9 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
     spec = layer.spec
     _both_forms(layer, checkpoint, findings)
     in_size = side_size(spec.in_)
-    for name, param in spec.params:
+    for name, on_disk, param in spec.stored:
         for source in layer.form:
-            tensor = source.tensor(param.stored or name)
+            tensor = source.tensor(on_disk)
             stored = checkpoint.tensors.get(tensor)
             if stored is None:
                 if param.default is None:
@@ -214,9 +214,8 @@ def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoin
     for tie in ties:
         owner = by_path[tie.tied_to or ""]
         stem = tie.forms[0][0].name
-        for name, param in owner.spec.params:
-            twin = owner.form[0].tensor(param.stored or name)
-            tensor = owner.form[0].tensor(param.stored or name, stem)
+        for _, on_disk, param in owner.spec.stored:
+            twin, tensor = owner.form[0].tensor(on_disk), owner.form[0].tensor(on_disk, stem)
             if tensor in checkpoint.tensors and twin in checkpoint.tensors:
                 shape = stored_shape(param, owner.form[0], side_size(owner.spec.in_))
                 check_header(tensor, checkpoint.tensors[tensor], param, shape, findings, tie)
@@ -249,10 +248,7 @@ def _rules(
     layers: Sequence[DividedLayer], ignore: Sequence[str], accepted: Mapping[str, str], description: str
 ) -> list[_Rule]:
     parameters = [
-        source.tensor(param.stored or name)
-        for layer in layers
-        for source in layer.form
-        for name, param in layer.spec.params
+        source.tensor(on_disk) for layer in layers for source in layer.form for _, on_disk, _ in layer.spec.stored
     ]
     rules = [_Rule(text, matcher(text), False) for text in ignore]
     for rule in rules:
@@ -277,8 +273,8 @@ def _match_rest(
         tensor
         for layer in layers
         for source in layer.form
-        for name, param in layer.spec.params
-        if (tensor := source.tensor(param.stored or name)) not in checkpoint.tensors
+        for _, on_disk, _ in layer.spec.stored
+        if (tensor := source.tensor(on_disk)) not in checkpoint.tensors
     ]
     for name, stored in checkpoint.tensors.items():
         if name in used:

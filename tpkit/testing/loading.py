@@ -120,7 +120,7 @@ def refuses_extra(subject: Subject) -> None:
 
 def _specs(subject: Subject) -> dict[str, ParamSpec]:
     layer = loaded(subject, subject.plain)
-    return {spec.stored or name: spec for name, spec in layer.sharded.layer.spec.params}
+    return {on_disk: spec for _, on_disk, spec in layer.sharded.layer.spec.stored}
 
 
 def refuses_other_shapes(subject: Subject) -> None:

@@ -86,10 +86,8 @@ class Online(QuantMethod):
         dtype = layer.dtype_of("weight", layer.dtype)
         return {
             "weight": ParamSpec(dtype, dims=whole, transposed=layer.transposed),
-            # never on disk: the core makes room for it, and knows which of its cells an element belongs to
-            "scale": ParamSpec(
-                self.scales(layer), (Out(per=out), In(per=in_)), default=1, stored="(made while loading)"
-            ),
+            # the core makes room for it, and knows which of its cells an element belongs to
+            "scale": ParamSpec(self.scales(layer), (Out(per=out), In(per=in_)), made=True),
         }
 
     def process_weights_after_loading(self, layer: Any) -> None:
