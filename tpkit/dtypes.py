@@ -12,7 +12,7 @@ from tpkit.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FLOATS", "ITEMSIZE", "SAFETENSORS", "dtype_name", "itemsize", "torch_dtype"]
+__all__ = ["FLOATS", "ITEMSIZE", "RANGES", "SAFETENSORS", "dtype_name", "itemsize", "torch_dtype"]
 
 #: bytes per element
 ITEMSIZE = {
@@ -23,6 +23,17 @@ ITEMSIZE = {
 
 #: types whose values survive a conversion among each other (up to rounding); float8 does not: it needs its scale
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+#: smallest and largest value
+RANGES: dict[str, tuple[float, float]] = {
+    **{name: (-largest, largest) for name, largest in {
+        "float64": 1.7976931348623157e308, "float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38,
+        "float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e8m0fnu": 1.7014118346046923e38,
+    }.items()},
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+    "bool": (0, 1),
+}  # fmt: skip
 
 #: names in a safetensors header, https://github.com/huggingface/safetensors#format
 SAFETENSORS = {

@@ -26,7 +26,8 @@ def kernel_of(kernels: Sequence[Kernel], layer: DividedLayer, rank: int, device:
         fits = device in kernel.devices and (not kernel.dtypes or dtype in kernel.dtypes)
         types = {name: spec.dtype for name, spec in layer.spec.params}
         fits = fits and all(types.get(name) == wanted for name, wanted in kernel.stored)
-        fits = fits and out > 0 and in_ > 0 and not out % kernel.out_multiple and not in_ % kernel.in_multiple
+        fits = fits and out >= kernel.out_minimum and in_ > 0
+        fits = fits and not out % kernel.out_multiple and not in_ % kernel.in_multiple
         if fits and (not kernel.whole or _cuts_are_whole(layer, rank)):
             return kernel.name
     return ""

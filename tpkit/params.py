@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tpkit.dtypes import FLOATS, dtype_name
+from tpkit.dtypes import FLOATS, RANGES, dtype_name
 from tpkit.errors import PluginError
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class Dim:
     size: int = 0
 
     def __post_init__(self) -> None:
-        if self.per < 1 or self.cells < 1 or self.size < 0:
-            raise PluginError(f"dimension {self}: per and cells must be at least 1")
+        counts = (self.per, self.cells, self.size)
+        if not all(type(count) is int for count in counts) or self.per < 1 or self.cells < 1 or self.size < 0:
+            raise PluginError(f"dimension {self}: per and cells must be whole numbers of at least 1")
 
     @property
     def covering(self) -> bool:
@@ -151,6 +152,8 @@ class ParamSpec:
             raise PluginError(f"{self.dims}: Flat already runs along Out and In")
         if "blob" in words and len(words) > 1:
             raise PluginError(f"{self.dims}: a Blob stands alone")
+        if default is not None:
+            _check_default(default, self.dtype, "blob" in words)
         if transposed and flattened:
             raise PluginError(f"{self.dims}: transposed and flattened exclude each other")
 
@@ -158,6 +161,15 @@ class ParamSpec:
     def is_blob(self) -> bool:
         """Says that it is handed over whole, as stored."""
         return any(dim.along == "blob" for dim in self.dims)
+
+
+def _check_default(default: object, dtype: str, blob: bool) -> None:
+    if blob or not isinstance(default, int | float) or isinstance(default, bool) or default != default:
+        raise PluginError(f"default {default!r} of a {'blob' if blob else dtype} parameter: it must be a number")
+    low, high = RANGES[dtype]
+    whole = dtype in FLOATS or dtype.startswith("float") or default % 1 == 0
+    if not whole or not low <= default <= high:
+        raise PluginError(f"default {default!r} is no value of {dtype}, which goes from {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

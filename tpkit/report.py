@@ -14,6 +14,7 @@ from tpkit.dtypes import itemsize
 from tpkit.kernels import kernel_of
 from tpkit.partition import Axis, Share
 from tpkit.planning import ModelPlan
+from tpkit.quant.dequantized import Dequantized
 
 __all__ = ["Row", "human", "plan_json", "plan_text", "rows_of", "table"]
 
@@ -151,11 +152,24 @@ def _kernels(plan: ModelPlan, device: str) -> Iterable[str]:
         yield f"kernel of {method} on {device}: {kernel} ({count} shards)"
 
 
+def _repacked(plan: ModelPlan) -> Iterable[str]:
+    """Tells of layers whose bytes above are those of loading, not those of computing."""
+    counts: dict[str, int] = {}
+    for layer in plan.load.layers:
+        choice = plan.planned[layer.spec.path].choice
+        made = any(spec.made for _, spec in layer.spec.params)
+        if choice is not None and (made or isinstance(choice.method, Dequantized)):
+            counts[str(choice)] = counts.get(str(choice), 0) + 1
+    for method, count in counts.items():
+        yield f"{method}: the bytes of {count} layers are those while loading; what is held afterwards is another size"
+
+
 def _notes(plan: ModelPlan, device: str) -> Iterable[str]:
     load = plan.load
     yield from (f"{tie.path} ({tie.style}) shares the weight of {tie.tied_to}" for tie in load.ties)
     yield from _parts(plan)
     yield from _kernels(plan, device)
+    yield from _repacked(plan)
     if load.ranks > 1:
         held = sum(load.param_bytes(rank) for rank in range(load.ranks))
         share = load.replicated_bytes() / held if held else 0.0

@@ -185,3 +185,71 @@ def test_kernels_are_chosen_by_size_device_dtype_and_cuts() -> None:
         for size in (16, 48)
     ]
     assert rows == ["even", ""]  # of 48 in one group each rank holds a third
+
+
+def test_no_attribute_of_a_layer_can_be_the_name_of_a_parameter() -> None:
+    """A parameter called output_scale would multiply the output."""
+    layers = [
+        ColumnParallelLinear(8, 8, tp_rank=0, tp_size=2), RowParallelLinear(8, 8, tp_rank=0, tp_size=2, bias=False),
+        VocabParallelEmbedding(8, 8), ParallelLMHead(8, 8), ColumnParallelLinear(8, 8, quant=Rows()),
+    ]  # fmt: skip
+    own = {name for layer in layers for name in vars(layer) if not name.startswith("_")}
+    for name in sorted(own | {"output_scale", "parts", "forward", "load", "hold"}):
+
+        class Named(Rows):
+            taken = name
+
+            def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+                return {**super().create_weights(layer), self.taken: ParamSpec("float32", dims=(Out(),))}
+
+        with pytest.raises(tpkit.PluginError, match=f"names a parameter '{name}', which a layer uses itself"):
+            ColumnParallelLinear(8, 8, quant=Named())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", float("nan")), ("float16", float("inf")), ("float8_e4m3fn", float("nan"))]
+)
+def test_scales_that_are_no_numbers(dtype: str, value: float) -> None:
+    class Scaled(Rows):
+        def create_weights(self, layer: LinearSpec) -> dict[str, ParamSpec]:
+            return {"weight": ParamSpec("int8", dims=(Out(), In())), "scale": ParamSpec(dtype, dims=(Out(),))}
+
+    scale = torch.ones(6)
+    scale[3] = value
+    layer = ColumnParallelLinear(8, 6, bias=False, quant=Scaled())
+    with pytest.raises(tpkit.CheckpointError, match=r"ColumnParallelLinear\.scale: 1 of 6 values on rank 0 are NaN"):
+        layer.load({"weight": torch.ones(6, 8, dtype=torch.int8), "scale": scale.to(getattr(torch, dtype))})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_looked_up_has_the_model_s_dtype(dtype: torch.dtype) -> None:
+    embedding = VocabParallelEmbedding(10, 8, quant=Online(), dtype=dtype)
+    embedding.load({"weight": torch.randn(10, 8)})
+    assert embedding(torch.tensor([3, 9])).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"), [("int32", 1.5), ("uint8", 300), ("float16", 1e6), ("float32", float("nan")), ("int8", "x")]
+)
+def test_defaults_that_are_no_values_of_the_type(kind: str, default: Any) -> None:
+    with pytest.raises(tpkit.PluginError, match=r"default .*"):
+        ParamSpec(kind, dims=(Out(),), default=default)
+    with pytest.raises(tpkit.PluginError, match=r"default 1 of a blob"):
+        ParamSpec(kind, dims=(Blob(),), default=1)
+    with pytest.raises(tpkit.PluginError, match=r"whole numbers"):
+        In(pack=2.0)  # type: ignore[arg-type]
+
+
+def test_a_piece_of_a_fused_tensor_has_one_value_for_all_parts() -> None:
+    from tests.quant.formats import fp8_tensor
+    from tpkit import Registry
+    from tpkit.layers import MergedColumnParallelLinear
+
+    torch.manual_seed(0)
+    stored, dense = fp8_tensor(12, 8)
+    method = Registry.default().load("quant method", "fp8")()
+    layer = MergedColumnParallelLinear(8, [6, 6], bias=False, quant=method, tp_rank=1, tp_size=2)
+    stored = {"weight": stored["weight"], "weight_scale": stored["weight_scale"]}
+    rows = torch.tensor([3, 4, 5, 9, 10, 11])
+    layer.load({"weight": stored["weight"][rows], "weight_scale": stored["weight_scale"]}, sharded=True)
+    torch.testing.assert_close(layer.quant_method.dequantize(layer), dense[rows])

@@ -95,6 +95,20 @@ def test_disagreement_on_an_option_quotes_each(tmp_path: Path) -> None:
         planned(folder)
 
 
+def test_lists_agree_in_any_order_and_null_says_nothing(tmp_path: Path) -> None:
+    said = {"quant_method": "rows", "modules_to_not_convert": ["lm_head", "embed_tokens"], "group_size": None}
+    folder = write(tmp_path, quantised(), quantization_config=said)
+    other = {"producer": {"name": "rows"}, "quantization": {"modules_to_not_convert": ["embed_tokens", "lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(other))
+    assert methods(planned(folder)) == ALL
+
+
+@pytest.mark.parametrize("entry", ["q_pro", "model.layers.0.mlp.down_pro", "layer.0"])
+def test_a_misspelt_entry_of_one_s_own_list(entry: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=f"'{entry}' matches no module of the model"):
+        planned(write(tmp_path, quantised()), quant={"method": "rows", "ignore": [entry]})
+
+
 def test_two_names_of_one_method_agree(tmp_path: Path) -> None:
     folder = write(tmp_path, quantised(), quantization_config={"quant_method": "rows"})
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "lines"}, "quantization": {}}))

@@ -13,7 +13,16 @@ import torch
 from tpkit.quant import Flat, In, Kernel, LinearSpec, Out, ParamSpec, QuantMethod, Unquantized
 from tpkit.quant.codes import unpack
 from tpkit.testing import REASONS, Finding, QuantConformance, check
-from tpkit.testing.broken import BROKEN, SOUND, KeepsNeighbours, PerTensor, PerTensorTest, Words, WordsTest
+from tpkit.testing.broken import (
+    BROKEN,
+    SOUND,
+    KeepsNeighbours,
+    PerTensor,
+    PerTensorTest,
+    ScalesInTheModelsDtype,
+    Words,
+    WordsTest,
+)
 from tpkit.testing.finding import is_raw
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +49,7 @@ def test_ten_faults_at_least_are_known() -> None:
 
 class UnquantizedTest(QuantConformance):
     method = Unquantized()
+    dtype_matters = True
 
     def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"weight": weight}
@@ -159,6 +169,10 @@ def test_a_kernel_is_tried_and_so_is_doing_without() -> None:
 def test_in_another_dtype(dtype: torch.dtype) -> None:
     assert reasons(WordsTest, dtype=dtype) == set()
     assert reasons(WordsTest, dtype=dtype, method=KeepsNeighbours()) == {"trim"}
+
+
+def test_a_format_may_depend_on_the_dtype_of_the_model_if_it_says_so() -> None:
+    assert reasons(WordsTest, method=ScalesInTheModelsDtype(), dtype_matters=True) == set()
 
 
 def test_embeddings_are_tried_where_a_method_takes_them() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tpkit.checkpoint.memory import AnonymousMemory
+from tpkit.checkpoint.memory import AnonymousMemory, give_back
 from tpkit.checkpoint.plan import LoadPlan, Transfer
 from tpkit.checkpoint.reader import MappedReader, Reader
 from tpkit.checkpoint.stored import Stored
@@ -19,6 +19,7 @@ from tpkit.dtypes import dtype_name
 from tpkit.errors import CheckpointError
 from tpkit.layout import Run
 from tpkit.quant.base import plugin_errors
+from tpkit.quant.unquantized import Unquantized
 
 if TYPE_CHECKING:
     from tpkit.layers.sharded import ShardedModule
@@ -127,8 +128,37 @@ class _Work:
 def process(module: ShardedModule) -> None:
     """Lets the quant method of a filled layer repack it; a rank that holds nothing of it has nothing to repack."""
     if module.quant_method is not None and module.out_features and module.in_features and not module.is_tied:
+        _check_finite(module)
         with plugin_errors(module.quant_method, "process_weights_after_loading", module.sharded.layer.spec.path):
             module.quant_method.process_weights_after_loading(module)
+        if type(module.quant_method) is not Unquantized:
+            give_back()  # what repacking took in passing would add up, layer by layer
+
+
+def _check_finite(module: ShardedModule) -> None:
+    """A scale that is no number makes a row of the weight none; a model would run on, and say nothing."""
+    if module.quant_method is None or type(module.quant_method) is Unquantized:
+        return
+    for name, _, spec in module.sharded.layer.spec.stored:
+        if any(dim.word for dim in spec.dims) or spec.is_blob:
+            continue  # codes, whatever type they are stored as
+        parameter: torch.Tensor = getattr(module, name)
+        lost = _not_numbers(parameter.detach()) if parameter.is_floating_point() else 0
+        if lost:
+            raise CheckpointError(
+                f"{module.path or type(module).__name__}.{name}: {lost} of {parameter.numel()} values on rank "
+                f"{module.sharded.rank} are NaN or infinite",
+                hint="the checkpoint is damaged, or was quantised in a type too small for its scales",
+            )
+
+
+def _not_numbers(values: torch.Tensor) -> int:
+    if values.element_size() > 1:
+        return values.numel() - int(values.isfinite().sum())
+    codes = values.view(torch.uint8)
+    if values.dtype == torch.float8_e8m0fnu:
+        return int((codes == 255).sum())
+    return int(((codes & 127) >= (127 if values.dtype == torch.float8_e4m3fn else 124)).sum())
 
 
 def _stored(plan: LoadPlan, tensor: str) -> Stored:

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["AnonymousMemory"]
+__all__ = ["AnonymousMemory", "give_back"]
 
 _STATUS = Path("/proc/self/status")
 
@@ -25,8 +25,8 @@ def anonymous_bytes() -> int | None:
     return None
 
 
-def _give_back() -> None:
-    """Returns freed memory to the system: what is reused later without a rise would not be counted."""
+def give_back() -> None:
+    """Returns freed memory to the system: the allocator keeps what it thinks will be asked for again."""
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -51,7 +51,7 @@ class AnonymousMemory:
             self.peak = max(self.peak or 0, now - self.first)
 
     def __enter__(self) -> AnonymousMemory:
-        _give_back()
+        give_back()  # what is reused later without a rise would not be counted
         self.first = anonymous_bytes()
         if self.first is not None:
             self.peak = 0

@@ -16,7 +16,7 @@ from tpkit.division import DividedLayer, with_form
 from tpkit.dtypes import FLOATS, dtype_name
 from tpkit.errors import LoadError
 from tpkit.layout import Run, Source
-from tpkit.params import ParamSpec
+from tpkit.params import ParamSpec, Segment
 
 if TYPE_CHECKING:
     from tpkit.layers.sharded import ShardedModule
@@ -102,6 +102,8 @@ def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[st
                 module.blobs.setdefault(name, {}).update(dict.fromkeys((part for part, _ in source.views), piece))
                 continue
             goal = _piece_of(module, layer, name, index)
+            if len(source.views) > 1 and spec.dims[:1] == (Segment(),) and piece.numel() * len(goal) == goal.numel():
+                piece = piece.reshape(1, *goal.shape[1:]).expand_as(goal)  # one value for all parts, as on disk
             if [n for n in piece.shape if n != 1] != [n for n in goal.shape if n != 1] and (
                 piece.numel() or goal.numel()
             ):

@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     plugins = registry.listing()
     broken = _broken(registry, plugins) if getattr(args, "check", False) else {}
     sys.stdout.write(_as_json(plugins, broken) if args.json else _as_table(plugins, broken))
+    if getattr(args, "check", False) and not args.json:
+        sys.stdout.write(f"\n{len(broken)} of {len(plugins)} plugins are broken\n")
     return 3 if broken else 0
 
 

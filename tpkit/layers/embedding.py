@@ -67,14 +67,14 @@ class VocabParallelEmbedding(ShardedModule):
         layer = self.sharded.layer
         ((start, stop),) = layer.bounds(layer.spec.out, self.sharded.rank)
         assert self.quant_method is not None  # noqa: S101 - every embedding has one
+        dtype = torch_dtype(self.sharded.dtype)  # what is looked up starts the model: decoded values may be wider
         if not self.out_divided:
-            y = self.quant_method.embedding(self, ids)
+            y = self.quant_method.embedding(self, ids).to(dtype)
         elif stop == start:
-            dtype = torch_dtype(self.sharded.dtype)
             y = self.tp.all_reduce(torch.zeros(*ids.shape, self.in_features, dtype=dtype, device=ids.device))
         else:
             own = (ids >= start) & (ids < stop)
-            rows = self.quant_method.embedding(self, torch.where(own, ids - start, 0))
+            rows = self.quant_method.embedding(self, torch.where(own, ids - start, 0)).to(dtype)
             # a row of another rank gives zeros here, so that the sum is that rank's row, exactly
             y = self.tp.all_reduce(torch.where(own.unsqueeze(-1), rows, 0))
         return y if self.output_scale is None else y * self.output_scale

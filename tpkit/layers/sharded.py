@@ -20,6 +20,12 @@ from tpkit.partition import Side, side_size
 from tpkit.quant import QuantMethod, Unquantized
 from tpkit.registry import Registry
 
+#: attributes that layers of some kind set after their parameters are named; a quant method cannot have them either
+RESERVED = frozenset(
+    ("eps", "gather_output", "input_is_parallel", "kernel", "output_scale", "output_softcap", "parts",
+     "reduce_results", "skip_bias_add")
+)  # fmt: skip
+
 __all__ = ["Setting", "Sharded", "ShardedModule", "sharded_alone"]
 
 
@@ -157,7 +163,7 @@ class ShardedModule(nn.Module):
 
     def _check_names(self) -> None:
         for name, spec in self.sharded.layer.spec.params:
-            if not spec.is_blob and name != "bias" and hasattr(self, name):
+            if not spec.is_blob and name != "bias" and (hasattr(self, name) or name in RESERVED):
                 raise PluginError(
                     f"{type(self.quant_method).__name__} names a parameter {name!r}, which a layer uses itself"
                 )

@@ -36,6 +36,7 @@ class Kernel:
         name: how `layer.kernel` and the plan call it.
         devices: types of device that have it.
         dtypes: dtypes of the model that it takes; empty: all.
+        out_minimum: a rank's shard must have at least so many output features: what it pads would cost too much.
         out_multiple, in_multiple: the features of a rank's shard must be multiples of these.
         whole: cuts must fall between the words, groups and blocks of every parameter.
         stored: types that parameters must have, by name; None: such a parameter must not be there.
@@ -44,6 +45,7 @@ class Kernel:
     name: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ()
+    out_minimum: int = 1
     out_multiple: int = 1
     in_multiple: int = 1
     whole: bool = True

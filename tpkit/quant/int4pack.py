@@ -17,8 +17,9 @@ from tpkit.quant.base import Kernel
 
 __all__ = ["GROUPS", "INT4PACK", "dequantize", "multiply", "pack", "prefers_gemm"]
 
-#: what a method offers in `kernels` under this name
-INT4PACK = Kernel(name="int4pack", devices=("cpu",), dtypes=("bfloat16",))
+#: what a method offers in `kernels`, with its group size as `in_multiple`. It packs 64 outputs at a time: from 320 on
+#: what it pads stays within what a kernel's packing may cost
+INT4PACK = Kernel(name="int4pack", devices=("cpu",), dtypes=("bfloat16",), out_minimum=320)
 #: inputs that share a scale, of which it takes one
 GROUPS = (32, 64, 128, 256)
 #: outputs that its packing takes at a time, on any CPU
@@ -67,7 +68,8 @@ def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, group: int)
         group: inputs that share a scale.
     """
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype != torch.bfloat16 or not rows or prefers_gemm(rows):
+    graded = x.requires_grad and torch.is_grad_enabled()  # the kernel has no derivative
+    if x.dtype != torch.bfloat16 or not rows or graded or prefers_gemm(rows):
         return linear(x, dequantize(layer, group).to(x.dtype), bias)
     if rows >= 128:  # without instructions for bfloat16 its GEMM is the slowest of the three
         return linear(x.float(), dequantize(layer, group), None if bias is None else bias.float()).to(x.dtype)

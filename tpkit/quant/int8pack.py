@@ -30,7 +30,7 @@ def multiply(
         bias: ``[out]``.
     """
     rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype != torch.bfloat16 or not rows or prefers_gemm(rows):
+    if x.dtype != torch.bfloat16 or not rows or prefers_gemm(rows) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     flat, ones = x.reshape(rows, -1).contiguous(), torch.ones_like(scale, dtype=torch.bfloat16)
     y = torch.ops.aten._weight_int8pack_mm(flat, codes, ones).float() * scale

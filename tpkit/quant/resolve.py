@@ -11,7 +11,7 @@ from tpkit.errors import PluginError, SpecError, did_you_mean
 from tpkit.quant.base import QuantMethod, plugin_errors
 from tpkit.quant.dequantized import Dequantized
 from tpkit.quant.stated import Stated
-from tpkit.quant.target import Target
+from tpkit.quant.target import Dialect, Target
 from tpkit.registry import Registry
 
 __all__ = ["Choice", "Resolver"]
@@ -54,7 +54,7 @@ class Resolver:
         self._made: dict[tuple[str, str], QuantMethod] = {}
         self._providers = _providers(stated)
         #: every pattern of a rule that was compared with a module, and whether it ever matched one
-        self.patterns: dict[str, bool] = {}
+        self.patterns: dict[tuple[str, Dialect], bool] = {}
         self._ours = [each for each in stated if not each.foreign]
         self.unquantized = Choice("none", self._make("none", {}, "tpkit"))
         #: who says that the model is quantised
@@ -111,11 +111,14 @@ class Resolver:
             SpecError: for an entry of a list that was compared with every module and matched none.
         """
         targets = [Target(name=name) for name in names]
-        lost = {pattern for pattern, matched in self.patterns.items() if not matched}
+        lost: dict[str, set[Dialect]] = {}
+        for (pattern, dialect), matched in self.patterns.items():
+            if not matched:
+                lost.setdefault(pattern, set()).add(dialect)
         for each in self._ours:
-            for text in lost.intersection(_texts(each.options)):
+            for text in sorted(lost.keys() & set(_texts(each.options))):
                 # a module that is not quantised anyway may be listed too
-                if not any(target.matches([text], how) for target in targets for how in ("substring", "glob")):
+                if not any(target.matches([text], how) for target in targets for how in lost[text]):
                     near = did_you_mean(text, {target.name.rpartition(".")[2] for target in targets})
                     raise SpecError(f"{each.source}: {text!r} matches no module of the model{near}")
 
@@ -135,17 +138,18 @@ class Resolver:
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
         for each in naming:
-            options = {key: value for key, value in each.options.items() if not (each.foreign and key in accept)}
+            said = {key: value for key, value in each.options.items() if value is not None}  # null says nothing
+            options = {key: value for key, value in said.items() if not (each.foreign and key in accept)}
             if each.foreign:
                 kind = self._class(each.method or "none")
                 with plugin_errors(kind, "read_config", each.source):
                     options = dict(kind.read_config(options))
             for key, value in options.items():
                 if value is None:
-                    merged.setdefault(key, None)  # null says nothing
-                elif merged.get(key) is None:
+                    continue
+                if key not in merged:
                     merged[key], origin[key] = value, each.source
-                elif merged[key] != value:
+                elif not _alike(merged[key], value):
                     raise SpecError(
                         f"the sources disagree on {each.method} {key}: {origin[key]} says {merged[key]!r:.200}, "
                         f"{each.source} says {value!r:.200}",
@@ -175,15 +179,19 @@ class Resolver:
         who = self._registry.find("quant method", name)
         known = list(self._class(name).Options.model_fields)
         wrong = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}"
+            f"{'.'.join(map(str, e['loc'])) or 'options'}: "
+            + ("no such option" if e["type"] == "extra_forbidden" else e["msg"])
             + (did_you_mean(str(e["loc"][0]), known) if e["type"] == "extra_forbidden" and len(e["loc"]) == 1 else "")
             for e in cause.errors()
         )
+        unknown = any(e["type"] == "extra_forbidden" for e in cause.errors())
         return PluginError(
             f"quant method {name!r} of {who.distribution} {who.version} does not take the options of {sources}: "
             f"{wrong}",
             hint="if an option of a file that it does not know changes nothing in the weights, accept it: "
-            "--quant '{accept: [NAME]}'",
+            "--quant '{accept: [NAME]}'"
+            if unknown
+            else None,
         )
 
 
@@ -195,6 +203,13 @@ def _providers(stated: Sequence[Stated]) -> dict[str, str]:
         each: _one(f"who offers {each!r}", [(who, name) for who, name in full if name.partition("@")[0] == each])
         for each in plain
     }
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Says whether two sources mean the same: lists of names have no order."""
+    if isinstance(one, list) and isinstance(other, list):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return bool(one == other)
 
 
 def _texts(options: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ __all__ = ["Stated", "stated_beside", "stated_in", "stated_in_folder", "stated_w
 #: keys of config.json, in the order of their age
 KEYS = ("quantization_config", "compression_config")
 #: files of quantisers beside config.json, and whose they are where they do not say it
-SIDE_FILES = {"hf_quant_config.json": None, "quantize_config.json": "gptq", "quant_config.json": "awq"}
+SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, kw_only=True)

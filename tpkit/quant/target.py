@@ -28,7 +28,7 @@ class Target:
         kind: "linear", "head" (the projection to the vocabulary) or "embedding".
         in_features, out_features: its logical sizes.
         stored: headers of what the checkpoint has for it, by the rest of their names; empty without a checkpoint.
-        patterns: notes every pattern it is compared with, and whether one ever matched.
+        patterns: notes every pattern it is compared with, and how, and whether it ever matched.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Target:
     in_features: int = 0
     out_features: int = 0
     stored: Mapping[str, Header] = field(default_factory=dict)
-    patterns: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
+    patterns: dict[tuple[str, Dialect], bool] = field(default_factory=dict, compare=False, repr=False)
 
     def matches(self, patterns: Iterable[str] | None, dialect: Dialect = "component") -> bool:
         """Says whether a list of modules has it, by any of its names; see `match` for the dialects."""
@@ -64,9 +64,9 @@ class Target:
         """
         for pattern in patterns or ():
             if self._means_this(pattern, dialect):
-                self.patterns[pattern] = True
+                self.patterns[pattern, dialect] = True
                 return pattern
-            self.patterns.setdefault(pattern, False)
+            self.patterns.setdefault((pattern, dialect), False)
         return None
 
     def _means_this(self, pattern: str, dialect: Dialect) -> bool:

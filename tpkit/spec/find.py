@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tpkit.errors import SpecError, did_you_mean
+from tpkit.errors import CheckpointError, SpecError, did_you_mean
 from tpkit.registry import Registry
 from tpkit.spec.data import Data, Mark, from_python
 from tpkit.spec.yaml12 import read_yaml
@@ -98,13 +98,10 @@ def read_config(
     if isinstance(config, Mapping):
         return "config", dict(config), None
     path = Path(config)
-    if path.suffix != ".json" and path.exists() and not (path / "config.json").exists():
-        from tpkit.checkpoint.open import open_checkpoint
-
-        own = open_checkpoint(path, registry).config if path.is_file() or any(path.iterdir()) else None
-        if own is not None:
-            return str(path), dict(own), None
-        path = path if path.is_dir() else path.parent
+    own = _own_config(path, registry)
+    if own is not None:
+        return str(path), dict(own), None
+    path = path.parent if path.is_file() and path.suffix != ".json" else path
     path = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
@@ -115,6 +112,22 @@ def read_config(
     if not isinstance(found, dict):
         raise SpecError(f"{path} is no JSON object")
     return str(path), found, path.parent
+
+
+def _own_config(path: Path, registry: Registry) -> Mapping[str, Any] | None:
+    """Returns what a checkpoint says of itself: it goes before a config.json that happens to lie beside it."""
+    if path.suffix == ".json" or not path.exists():
+        return None
+    if path.is_dir() and (any(path.glob("*.safetensors")) or not any(path.iterdir())):
+        return None  # safetensors carry no config
+    from tpkit.checkpoint.open import open_checkpoint
+
+    try:
+        return open_checkpoint(path, registry).config
+    except CheckpointError:
+        if path.is_dir() and (path / "config.json").is_file():
+            return None  # a folder with a config.json and no weights serves too
+        raise
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

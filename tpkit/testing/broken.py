@@ -141,6 +141,14 @@ class RoundsScales(Words):
         return {**specs, "scales": ParamSpec("float16", dims=specs["scales"].dims)}
 
 
+class ScalesInTheModelsDtype(Words):
+    """Rounds stored scales to bfloat16 in bfloat16 models."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if layer.sharded.dtype == "bfloat16":
+            layer.hold("scales", layer.scales.to(torch.bfloat16))
+
+
 # what it computes
 
 
@@ -175,6 +183,37 @@ class DropsBias(Words):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return super().apply(layer, x, None)
+
+
+class AddsBiasTwice(Words):
+    """Adds the bias for each row of a batch, and once more for the batch."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().apply(layer, x, bias)
+        return y + bias if bias is not None and x.ndim == 3 else y
+
+
+class WrongFromSixteenRows(Words):
+    """Has a second way, from 16 rows on, that nobody compared with the first."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight = self.dequantize(layer)
+        if x.numel() // max(x.shape[-1], 1) >= 16:
+            weight = weight * 1.1
+        return linear(x, weight.to(x.dtype), bias)
+
+
+class LosesRepeatedIds(Words):
+    """Looks up each row once, and gives it to the first that asked."""
+
+    def for_module(self, target: Any) -> QuantMethod | None:
+        return self
+
+    def embedding(self, layer: Any, ids: torch.Tensor) -> torch.Tensor:
+        rows = super().embedding(layer, ids)
+        repeated = torch.zeros(ids.numel(), dtype=torch.bool)
+        repeated[1:] = ids.flatten().diff() == 0
+        return rows.masked_fill(repeated.view(*ids.shape, 1), 0)
 
 
 class AlwaysFloat32(Words):
@@ -265,10 +304,14 @@ BROKEN = _tests(
         TakesAnyType: "dtype-accepted",
         ScaleOfOne: "missing-accepted",
         RoundsScales: "stored-dtype",
+        ScalesInTheModelsDtype: "stored-dtype",
         FirstScale: "segments",
         FromTheFirstBlock: "expand",
         KeepsNeighbours: "trim",
         DropsBias: "bias",
+        AddsBiasTwice: "bias",
+        WrongFromSixteenRows: "input-shape",
+        LosesRepeatedIds: "embedding",
         AlwaysFloat32: "output-dtype",
         ScalesTheInput: "mutates-input",
         KeepsTheDenseWeight: "resident",

@@ -113,7 +113,7 @@ def embedding(subject: Subject) -> None:
                 if not layer.out_features:
                     continue
                 wanted = own_reference(layer, subject.references(style))
-                ids = torch.arange(layer.out_features).flip(0).expand(2, -1)
+                ids = torch.arange(layer.out_features).flip(0).repeat_interleave(2).expand(2, -1)  # each four times
                 found = method.embedding(layer, ids)
             if found.shape != (*ids.shape, style.width) or not found.is_floating_point():
                 raise Finding("embedding", f"{where}: {list(ids.shape)} ids gave {list(found.shape)} {found.dtype}")
@@ -132,8 +132,8 @@ def uses_bias(subject: Subject) -> None:
     require_sound(subject)
     sizes = subject.sizes
     for style in (subject.plain, subject.merged([sizes.tall, sizes.tall], sizes.wide, apart=True)):
-        tensors, x = subject.tensors(style), inputs(style.width, 3, dtype=subject.dtype)
-        largest = max(float((x.to(torch.float64) @ whole.t()).abs().max()) for whole in subject.references(style))
+        tensors, deep = subject.tensors(style), inputs(style.width, 2, 3, dtype=subject.dtype)
+        largest = max(float((deep.to(torch.float64) @ whole.t()).abs().max()) for whole in subject.references(style))
         for part, rows in style.parts:
             name = f"{part}.bias" if style.apart else "bias"
             tensors[name] = (inputs(rows, 1).flatten() + 2) * largest  # to be seen in any dtype
@@ -141,11 +141,15 @@ def uses_bias(subject: Subject) -> None:
             with guarded("fails", f"{style.name} with a bias, rank {rank} of {size}"):
                 layer = style.build(subject.method, rank, size, bias=True)
                 layer.load(tensors)
-                y, plain = layer(x.clone()), loaded(subject, style, rank, size)(x.clone())
+                without = loaded(subject, style, rank, size)
                 assert layer.bias is not None  # noqa: S101 - asked for above
-            if difference(y, plain.double() + layer.bias) > max(subject.allowed, 1e-3):
-                seen = "it is left out" if difference(y, plain) <= subject.allowed else "something else is"
-                raise Finding("bias", f"{style.name}, rank {rank} of {size}: the bias is not added; {seen}")
+            for x in (deep[0], deep):
+                with guarded("fails", f"{style.name} with a bias, rank {rank} of {size}, x {list(x.shape)}"):
+                    y, plain = layer(x.clone()), without(x.clone())
+                if difference(y, plain.double() + layer.bias) > max(subject.allowed, 1e-3):
+                    seen = "it is left out" if difference(y, plain) <= subject.allowed else "something else is"
+                    where = f"{style.name}, rank {rank} of {size}, x {list(x.shape)}"
+                    raise Finding("bias", f"{where}: the bias is not added; {seen}")
 
 
 def keeps_dtype(subject: Subject) -> None:
@@ -168,7 +172,7 @@ def keeps_dtype(subject: Subject) -> None:
 
 
 def applies_to_any_shape(subject: Subject) -> None:
-    """Inputs of one, two and three dimensions, without rows, and with other strides."""
+    """Inputs of one, two and three dimensions, without rows, with many, and with other strides."""
     require_sound(subject)
     for style in (subject.plain, subject.ragged):
         layer, width = loaded(subject, style), style.width
@@ -189,6 +193,26 @@ def applies_to_any_shape(subject: Subject) -> None:
                 found = layer(_copied(given))
             if found.shape != wanted.shape or difference(found, wanted) > subject.allowed:
                 raise Finding("input-shape", f"{what}, gives another output than the same rows in two dimensions")
+    _applies_to_many_rows(subject)
+
+
+def _applies_to_many_rows(subject: Subject) -> None:
+    """Seven rows over and over give the output of the seven: kernels take other ways from some number of rows on."""
+    tall, least = subject.sizes.tall, max((kernel.out_minimum for kernel in subject.method.kernels), default=1)
+    style = subject.column(tall * -(-least // tall), subject.sizes.wide)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        few = inputs(style.width, 7, dtype=dtype)
+        with guarded("fails" if dtype == subject.dtype else "output-dtype", f"{style.name} in a model of {dtype}"):
+            layer = replace(style, dtype=dtype).build(subject.method)
+            layer.load(subject.tensors(style))
+            wanted = layer(few.clone())
+        for rows in (20, 150):
+            what = f"{style.name} in {dtype}: an input of {rows} rows"
+            with guarded("input-shape", what):
+                y = layer(few.repeat(-(-rows // 7), 1)[:rows])
+            expected = wanted.repeat(-(-rows // 7), 1)[:rows]
+            if y.shape != expected.shape or difference(y, expected) > max(PRECISION.get(dtype, 0), subject.tolerance):
+                raise Finding("input-shape", f"{what} gives another output than the same rows, seven at a time")
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:

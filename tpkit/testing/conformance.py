@@ -28,6 +28,8 @@ class QuantConformance:
         fused: the format's tensors may hold several parts (gate and up, q, k and v) as one.
         optional: names on disk that may be absent although they change the result (a permutation, a zero point).
         config: a quantization_config, without quant_method, that means the options of `method`.
+        dtype_matters: the format itself depends on the model's dtype (scales made while loading are kept in it, say):
+            `dequantize` need not return the same weight in models of each dtype.
 
     Example:
         >>> class TestMine(QuantConformance):
@@ -44,6 +46,7 @@ class QuantConformance:
     fused: ClassVar[bool] = True
     optional: ClassVar[Sequence[str]] = ()
     config: ClassVar[Mapping[str, Any] | None] = None
+    dtype_matters: ClassVar[bool] = False
     _subject: ClassVar[Subject]  # of each class its own
 
     def encode(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -73,6 +76,7 @@ class QuantConformance:
                 fused=cls.fused,
                 optional=cls.optional,
                 config=cls.config,
+                dtype_matters=cls.dtype_matters,
             )
         made: Subject = cls.__dict__["_subject"]
         return made

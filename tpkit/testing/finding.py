@@ -49,7 +49,8 @@ REASONS = {
     "shape-accepted": "dims follow from the layer's sizes and the options, not from the stored shape",
     "dtype-accepted": "give layer.dtype_of() the types that make sense (among=...), not any header's dtype",
     "raw-error": "raise tpkit.PluginError with the two numbers that do not fit, or let loading refuse it",
-    "stored-dtype": "keep values in the type they are stored in: ParamSpec(layer.dtype_of(name, default), ...)",
+    "stored-dtype": "keep values in the type they are stored in, not the model's: "
+    "ParamSpec(layer.dtype_of(name, default), ...)",
     "reload": "process_weights_after_loading starts anew each time: the core has filled all declared parameters again",
     "resident": "drop what is not needed any more with layer.drop(...), and dequantise for each call",
     "embedding": "embedding returns rows [..., in] of the dequantised weight, or for_module gives None for embeddings",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import torch
 
 from tpkit.errors import LoadError
 from tpkit.params import ParamSpec
+from tpkit.quant import QuantMethod
 from tpkit.testing.finding import Finding, guarded, is_raw, told
 from tpkit.testing.shards import difference, inputs, loaded, require_sound
 from tpkit.testing.subject import Style, Subject, Tensors
@@ -169,8 +171,9 @@ def refuses_other_types(subject: Subject) -> None:
 
 
 def keeps_stored_dtype(subject: Subject) -> None:
-    """Float tensors that a checkpoint holds in another float type are computed with as they are, not rounded."""
+    """Float tensors are computed with as they are stored, not rounded: to no declared type, nor to the model's."""
     require_sound(subject)
+    _means_the_same_in_any_model(subject)
     style, specs = subject.plain, _specs(subject)
     tensors = subject.tensors(style)
     for name, tensor in tensors.items():
@@ -195,6 +198,27 @@ def keeps_stored_dtype(subject: Subject) -> None:
             away = difference(y, inputs(style.width, 3, dtype=subject.dtype).to(torch.float64) @ meant.t())
             if away > subject.allowed:
                 raise Finding("stored-dtype", f"{what} is rounded: the output is {away:.2g} of its largest value away")
+
+
+def _means_the_same_in_any_model(subject: Subject) -> None:
+    """The weight that dequantize returns is the same, bit for bit, in models of each dtype."""
+    method, style = subject.variants()[-1], subject.plain  # the form without a kernel: its dequantize is required
+    own = type(method).dequantize is not QuantMethod.dequantize
+    if subject.dtype_matters or subject.dtype != torch.float32 or not own:
+        return
+    weights = {}
+    for dtype in FLOATS:
+        with guarded("output-dtype", f"{style.name} in a model of {dtype}"):
+            layer = replace(style, dtype=dtype).build(method)
+            layer.load(subject.tensors(style))
+            weights[dtype] = method.dequantize(layer)
+        if not torch.equal(weights[dtype].double(), weights[torch.float32].double()):
+            away = difference(weights[dtype], weights[torch.float32])
+            raise Finding(
+                "stored-dtype",
+                f"{style.name}: the same tensors in a model of {dtype} dequantise to another weight than in one of "
+                f"torch.float32, {away:.2g} of the largest value away (dtype_matters = True: the format says so)",
+            )
 
 
 def loads_again(subject: Subject) -> None:

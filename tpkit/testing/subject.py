@@ -144,7 +144,7 @@ class Subject:
     Args:
         method: the instance.
         encode, decode: the author's; see `QuantConformance`.
-        dtype, step_in, step_out, tolerance, resident, fused, optional, config: see `QuantConformance`.
+        dtype, step_in, step_out, tolerance, resident, fused, optional, config, dtype_matters: see `QuantConformance`.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class Subject:
         fused: bool = True,
         optional: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        dtype_matters: bool = False,
     ) -> None:
         given: object = method  # an author's: checked, not believed
         if not isinstance(given, QuantMethod):
@@ -171,6 +172,7 @@ class Subject:
         #: largest error of an output
         self.allowed = max(tolerance, PRECISION.get(dtype, 0.0))
         self.fused, self.optional, self.config = fused, tuple(optional), config
+        self.dtype_matters = dtype_matters
         self._encoded: dict[tuple[int, int, int], Encoded] = {}
         #: one whole tensor on one rank is computed right; None: not tried yet
         self.sound: bool | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tpkit import LoadError, PluginError
+from tpkit import CheckpointError, LoadError, PluginError
 from tpkit.layers import ColumnParallelLinear, RowParallelLinear
 from tpkit.quant import Header, Target
 from tpkit.testing import QuantConformance
@@ -104,6 +104,15 @@ def test_what_is_missing_is_said(missing: str) -> None:
     made = ColumnParallelLinear(96, 40, bias=False, quant=method(**NOTES["g32"]), tp_rank=0, tp_size=1)
     with pytest.raises(LoadError, match=missing):
         made.load(tensors)
+
+
+def test_zero_points_that_may_be_a_placeholder_are_refused() -> None:
+    tensors = {key: t for key, t in CASES["g32"].items() if key != "decoded"}
+    quant = method(**{**NOTES["g32"], "zero_point": False})
+    made = ColumnParallelLinear(96, 40, bias=False, quant=quant, tp_rank=0, tp_size=1)
+    made.load(tensors)
+    with pytest.raises(CheckpointError, match="zero_point is false, and all 15 words of qzeros are 0"):
+        made.load({**tensors, "qzeros": tensors["qzeros"] * 0})
 
 
 # configurations

@@ -272,6 +272,10 @@ def test_refuses_what_it_cannot_read() -> None:
         loaded(told(blocksize=None), double_quant=True)
     with pytest.raises(PluginError, match="cannot be read"):
         loaded({**stored, name: stored[name][:-3]}, double_quant=True)
+    without = {key: value for key, value in state.items() if key != "nested_offset"}
+    blob = torch.tensor(list(json.dumps(without).encode()), dtype=torch.uint8)
+    with pytest.raises(PluginError, match=r"cannot be read.*nested_offset"):
+        loaded({**stored, name: blob}, double_quant=True)
     eight = {"weight": torch.zeros(24, 64, dtype=torch.int8), "SCB": torch.ones(24)}
     loaded(eight, bits=8)
     with pytest.raises(PluginError, match=r"weight_format is \[2\]"):

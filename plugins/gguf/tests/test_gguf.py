@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import struct
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpkit import CheckpointError, LoadError, PluginError, Registry, open_checkpoint
+from tpkit import CheckpointError, LoadError, PluginError, Registry, load_spec, open_checkpoint
 from tpkit.checkpoint.stored import Checkpoint
 from tpkit.layers import (
     ColumnParallelLinear,
@@ -407,6 +408,15 @@ def test_tpkit_finds_it(tmp_path: Path) -> None:
     registry = Registry()
     registry.register("checkpoint format", "gguf", GgufFormat)
     assert len(open_checkpoint(tmp_path, registry).tensors) == 3
+
+
+def test_what_the_file_says_of_itself_goes_before_a_config_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(container(model(), TENSORS))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1}))
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        spec = load_spec("llama", config=path)
+        assert (spec.values["hidden_size"], spec.values["rms_norm_eps"]) == (32, pytest.approx(1e-5))
+    assert load_spec("llama", config=tmp_path / "config.json").values["hidden_size"] == 4096
 
 
 def test_split_files(tmp_path: Path) -> None:

@@ -166,6 +166,13 @@ def test_an_index_that_was_never_filled_in_is_none() -> None:
     assert torch.equal(quant.dequantize(made), CASES["w4_gptq_v2"]["decoded"])
 
 
+def test_an_order_that_was_never_filled_in_is_refused() -> None:
+    tensors = {key: t for key, t in CASES["act_order"].items() if key != "decoded"}
+    made = ColumnParallelLinear(64, 32, bias=False, quant=method(**NOTES["act_order"]), tp_rank=0, tp_size=1)
+    with pytest.raises(CheckpointError, match="all 64 inputs of this rank into group 0 of 4"):
+        made.load({**tensors, "g_idx": tensors["g_idx"] * 0})
+
+
 def test_an_index_beyond_the_groups_is_refused() -> None:
     tensors = {key: t for key, t in CASES["act_order"].items() if key != "decoded"}
     made = ColumnParallelLinear(64, 32, bias=False, quant=method(**NOTES["act_order"]), tp_rank=0, tp_size=1)
@@ -297,6 +304,14 @@ def test_auto_round() -> None:
     plain = method(AutoRound, **{key: value for key, value in ROUND.items() if key != "extra_config"})
     assert plain.for_module(target("lm_head", "head")) is None
     assert method(AutoRound, bits=4, packing_format="auto_round").options.checkpoint_format == "gptq_v2"
+
+
+def test_a_backend_in_place_of_a_packing_format_is_not_guessed_from() -> None:
+    """Early exports stored zero points as they are; later ones less one."""
+    said = {key: value for key, value in ROUND.items() if key != "packing_format"}
+    with pytest.raises(PluginError, match=r"no packing_format, and backend is 'auto_round:exllamav2'"):
+        AutoRound.read_config({**said, "backend": "auto_round:exllamav2"})
+    assert AutoRound.read_config({**said, "backend": "auto"})
 
 
 @pytest.mark.parametrize("wrong", [{"packing_format": "auto_round:auto_awq"}, {"act_bits": 8}, {"data_type": "mx_fp"}])

@@ -58,6 +58,7 @@ class TestInt8(QuantConformance):
 
 class TestInt4(QuantConformance):
     method = OnlineInt4(OnlineInt4.Options(group_size=32))
+    dtype_matters = True  # scales are bfloat16 in bfloat16 models
     encode = staticmethod(plain)
 
     def decode(self, stored: dict[str, torch.Tensor], out: int, in_: int) -> torch.Tensor:
@@ -207,7 +208,7 @@ def kernelled(out: int, in_: int, group: int, layer: Any = ColumnParallelLinear,
     return module
 
 
-@pytest.mark.parametrize(("out", "in_", "group"), [(64, 128, 128), (100, 300, 32), (48, 576, 128), (1, 32, 64)])
+@pytest.mark.parametrize(("out", "in_", "group"), [(320, 128, 128), (333, 320, 32), (352, 384, 128), (321, 64, 64)])
 def test_the_kernel_computes_what_the_format_says(out: int, in_: int, group: int) -> None:
     torch.manual_seed(0)
     module = kernelled(out, in_, group, rank=0, ranks=1)
@@ -240,20 +241,28 @@ def test_the_kernel_computes_what_the_format_says(out: int, in_: int, group: int
 
 def test_the_kernel_serves_shards_whose_cuts_are_whole() -> None:
     for rank in (0, 1):
-        module = kernelled(64, 320, 32, RowParallelLinear, rank=rank, ranks=2)
+        module = kernelled(320, 320, 32, RowParallelLinear, rank=rank, ranks=2)
         x = torch.randn(2, module.in_features).bfloat16()
         exact = x.double() @ module.quant_method.dequantize(module).double().t()
         assert ((module(x).double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
-    for tensors in (plain(torch.randn(64, 320).bfloat16()), plain(torch.randn(64, 320).bfloat16() * 3)):
+    for tensors in (plain(torch.randn(320, 320).bfloat16()), plain(torch.randn(320, 320).bfloat16() * 3)):
         module.load(tensors)  # again
         y = module(x)
         exact = x.double() @ module.quant_method.dequantize(module).double().t()
         assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-3).all()
     held = sum(p.nbytes for p in module.parameters())
     assert held <= 0.8 * module.in_features * module.out_features
-    merged = MergedColumnParallelLinear(64, [40, 40], bias=False, quant=OnlineInt4(), dtype=torch.bfloat16)
-    merged.load({f"{name}_proj.weight": torch.randn(40, 64) for name in ("gate", "up")})
-    assert merged(torch.randn(2, 64).bfloat16()).shape == (2, 80)
+    method = OnlineInt4(OnlineInt4.Options(group_size=32))
+    merged = MergedColumnParallelLinear(64, [200, 200], bias=False, quant=method, dtype=torch.bfloat16)
+    assert merged.kernel == "int4pack"
+    merged.load({f"{name}_proj.weight": torch.randn(200, 64) for name in ("gate", "up")})
+    assert merged(torch.randn(2, 64).bfloat16()).shape == (2, 400)
+
+
+@pytest.mark.parametrize(("out", "in_"), [(319, 128), (320, 96)])
+def test_no_kernel_where_it_would_pad_too_much(out: int, in_: int) -> None:
+    layer = ColumnParallelLinear(in_, out, bias=False, quant=OnlineInt4(), dtype=torch.bfloat16)
+    assert layer.kernel == ""
 
 
 @pytest.mark.parametrize(("out", "in_", "kernel"), [(40, 96, "int8pack"), (7, 64, "int8pack"), (40, 80, "")])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator
 
-from tpkit import PluginError
+from tpkit import CheckpointError, PluginError
 from tpkit.quant import Fixed, In, LinearSpec, Out, ParamSpec, QuantMethod, QuantOptions, Target
 from tpkit.quant.codes import unpack
 
@@ -117,6 +117,15 @@ class Awq(QuantMethod):
             "qzeros": ParamSpec("int32", dims=(group, Out(pack=8)), default=zero),
             "scales": ParamSpec(layer.dtype_of("scales", "float16"), dims=(group, Out())),
         }
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not self.options.zero_point and layer.qzeros.numel() and not bool(layer.qzeros.any()):
+            count = layer.qzeros.numel()
+            raise CheckpointError(
+                f"{layer.path or 'a layer'}: zero_point is false, and all {count} words of qzeros are 0: they may be "
+                "a placeholder for 8, or the zero points",
+                hint="say zero_point: true if the zero points are 0",
+            )
 
     def dequantize(self, layer: Any) -> torch.Tensor:
         values, zeros = (layer.trim(name, _in_order(getattr(layer, name))) for name in ("qweight", "qzeros"))

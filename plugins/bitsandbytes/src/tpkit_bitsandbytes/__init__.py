@@ -243,7 +243,8 @@ def _states(layer: Any) -> list[dict[str, Any]]:
     for part, blob in layer.blobs["quant_state"].items():
         try:
             state = json.loads(bytes(blob.flatten().tolist()))
-            numbers = {key: float(state.get(key, 0)) for key in ("nested_blocksize", "nested_offset")}
+            nested = ("nested_blocksize", "nested_offset") if "nested_absmax" in dict(layer.named_parameters()) else ()
+            numbers = {key: float(state[key]) for key in nested}
             states.append({**numbers, "blocksize": int(state["blocksize"]), "elements": prod(state["shape"])})
         except (ValueError, KeyError, TypeError, AttributeError) as cause:
             which = f" of {part}" if part else ""

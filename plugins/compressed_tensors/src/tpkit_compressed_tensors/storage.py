@@ -175,7 +175,7 @@ class Packed(Stored):
         if weights.num_bits == 4 and weights.symmetric and grouped:
             # exact only where scales are stored in the kernel's own type, and groups are in order
             stored = (("weight_scale", "bfloat16"), ("weight_g_idx", None))
-            self.kernels = (replace(int4pack.INT4PACK, stored=stored),)
+            self.kernels = (replace(int4pack.INT4PACK, stored=stored, in_multiple=weights.group_size),)
 
     def values(self, layer: LinearSpec) -> dict[str, ParamSpec]:
         weights, bits = self.options.weights, self.options.weights.num_bits

@@ -34,7 +34,14 @@ class AutoRound(Gptq):
             PluginError: for another packing, or quantised activations.
         """
         rest = dict(config)
-        packing = rest.pop("packing_format", "auto_round:auto_gptq")
+        packing = rest.pop("packing_format", None)
+        if packing is None and rest.get("backend") not in (None, "auto", "auto_gptq", "auto_round:auto_gptq"):
+            # early exports stored zero points as they are, and said so by this word alone
+            raise PluginError(
+                f"AutoRound config: there is no packing_format, and backend is {rest['backend']!r}",
+                hint="name the method gptq and its checkpoint_format: gptq_v2 if zero points are stored as they are",
+            )
+        packing = packing or "auto_round:auto_gptq"
         if packing not in FORMATS:
             hint = "AWQ's layout is read by the quant method awq" if "awq" in str(packing) else None
             raise PluginError(f"AutoRound packing_format {packing!r} is not one of {', '.join(FORMATS)}", hint=hint)

@@ -99,6 +99,12 @@ class Gptq(QuantMethod):
             return
         name = layer.path or "a layer"
         if self.options.desc_act and groups > 1:
+            if g_idx.shape[1] > self.options.group_size > 0 and not bool(g_idx.any()):
+                raise CheckpointError(
+                    f"{name}: g_idx puts all {g_idx.shape[1]} inputs of this rank into group 0 of {groups}; it was "
+                    "never filled in",
+                    hint="say desc_act: false if the inputs are in order of their groups",
+                )
             if g_idx.numel() and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
                 raise CheckpointError(
                     f"{name}: g_idx has values {int(g_idx.min())} to {int(g_idx.max())}, there are {groups} groups"

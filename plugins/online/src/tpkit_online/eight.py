@@ -12,6 +12,9 @@ from tpkit_online.base import Online, OnlineOptions, usable
 
 __all__ = ["OnlineFp8", "OnlineInt8"]
 
+#: a last, short block is padded to a whole one while it is quantised: a limit to what that may take
+Size = Annotated[int, Field(ge=1, le=4096)]
+
 #: largest finite value of float8_e4m3fn
 E4M3_MAX = 448.0
 
@@ -53,7 +56,9 @@ class OnlineFp8(Online):
             block: outputs and inputs that share a scale.
         """
 
-        block: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [128, 128], min_length=2, max_length=2)
+        block: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
+            default_factory=lambda: [128, 128], min_length=2, max_length=2
+        )
 
     def label(self) -> str:
         return "e4m3 {}x{}".format(*self.options.block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,9 @@ class OnlineInt4(Online):
 
         group_size: Literal[32, 64, 128, 256] = 128
 
-    kernels = (int4pack.INT4PACK,)
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.kernels = (replace(int4pack.INT4PACK, in_multiple=self.options.group_size),)
 
     def label(self) -> str:
         return f"4 bit g{self.options.group_size}"
