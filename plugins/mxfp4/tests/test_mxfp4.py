@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from tpkit import LoadError
+from tpkit import CheckpointError, LoadError
 from tpkit.layers import ColumnParallelLinear
 from tpkit.layers.parallel import ParallelLinear
 from tpkit.quant import Header, Target
@@ -80,10 +80,16 @@ def test_the_ends_of_the_scales() -> None:
     layer = ColumnParallelLinear(32, 4, bias=False, quant=Mxfp4())
     tensors = stored(4, 32)
     tensors["scales"] = torch.tensor([[0], [127], [250], [255]], dtype=torch.uint8)
-    layer.load({**tensors, "scales": tensors["scales"].view(torch.float8_e8m0fnu)})
+    layer.load(tensors)
     weight = layer.quant_method.dequantize(layer)
     torch.testing.assert_close(weight[:3], decoded(tensors, 32)[:3], rtol=0, atol=0)
     assert weight[3].isnan().all()
+    typed = tensors["scales"].view(torch.float8_e8m0fnu)
+    with pytest.raises(CheckpointError, match=r"scales: 1 of 4 values on rank 0 are NaN"):
+        layer.load({**tensors, "scales": typed})  # of this type the core knows what 255 is
+    tensors["scales"][3] = 128
+    layer.load({**tensors, "scales": tensors["scales"].view(torch.float8_e8m0fnu)})
+    torch.testing.assert_close(layer.quant_method.dequantize(layer), decoded(tensors, 32), rtol=0, atol=0)
 
 
 def test_which_modules() -> None:
