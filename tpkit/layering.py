@@ -56,8 +56,11 @@ def layers_of(
     alone = [_linear(declaration, (source,), checkpoint, dtype) for source in form]
     answers = [c.method.parameters(linear, declaration.bias) for c, linear in zip(choices, alone, strict=True)]
     if all(choice.like(choices[0]) for choice in choices) and all(answer == answers[0] for answer in answers):
-        linear, choice = _linear(declaration, form, checkpoint, dtype), choices[0]
-        spec = _spec(declaration, choice.method.parameters(linear, declaration.bias), method=str(choice))
+        linear, answer, choice = alone[0], answers[0], choices[0]
+        if len(form) > 1:  # they are alike part by part: as one layer they may still be declared otherwise
+            linear = _linear(declaration, form, checkpoint, dtype)
+            answer = choice.method.parameters(linear, declaration.bias)
+        spec = _spec(declaration, answer, method=str(choice))
         return [PlannedLayer(spec=spec, form=form, choice=choice, linear=linear)]
     names = _part_names(form)
     parts = [

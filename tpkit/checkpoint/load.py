@@ -127,18 +127,18 @@ class _Work:
 
 def process(module: ShardedModule) -> None:
     """Lets the quant method of a filled layer repack it; a rank that holds nothing of it has nothing to repack."""
-    if module.quant_method is not None and module.out_features and module.in_features and not module.is_tied:
+    method = module.quant_method
+    if method is None or type(method) is Unquantized or module.is_tied:
+        return
+    if module.out_features and module.in_features:
         _check_finite(module)
-        with plugin_errors(module.quant_method, "process_weights_after_loading", module.sharded.layer.spec.path):
-            module.quant_method.process_weights_after_loading(module)
-        if type(module.quant_method) is not Unquantized:
-            give_back()  # what repacking took in passing would add up, layer by layer
+        with plugin_errors(method, "process_weights_after_loading", module.path):
+            method.process_weights_after_loading(module)
+        give_back()  # what repacking took in passing would add up, layer by layer
 
 
 def _check_finite(module: ShardedModule) -> None:
     """A scale that is no number makes a row of the weight none; a model would run on, and say nothing."""
-    if module.quant_method is None or type(module.quant_method) is Unquantized:
-        return
     for name, _, spec in module.sharded.layer.spec.stored:
         if any(dim.word for dim in spec.dims) or spec.is_blob:
             continue  # codes, whatever type they are stored as
@@ -146,7 +146,7 @@ def _check_finite(module: ShardedModule) -> None:
         lost = _not_numbers(parameter.detach()) if parameter.is_floating_point() else 0
         if lost:
             raise CheckpointError(
-                f"{module.path or type(module).__name__}.{name}: {lost} of {parameter.numel()} values on rank "
+                f"{module._name()}.{name}: {lost} of {parameter.numel()} values on rank "
                 f"{module.sharded.rank} are NaN or infinite",
                 hint="the checkpoint is damaged, or was quantised in a type too small for its scales",
             )

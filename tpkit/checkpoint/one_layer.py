@@ -41,12 +41,11 @@ class _TensorReader:
 
 def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pieces: bool = False) -> None:
     """Fills one layer from tensors in memory by the same plan; see `ShardedModule.load`."""
-    path, rank = module.sharded.layer.spec.path, module.sharded.rank
+    path, rank = module.path, module.sharded.rank
     headers = {
         name: Stored(dtype=dtype_name(t.dtype), shape=tuple(t.shape), file=Path("(memory)"), begin=0)
         for name, t in tensors.items()
     }
-    name = path or type(module).__name__
     checkpoint = Checkpoint(Path("what is given"), headers)
     spec = module.sharded.layer.spec
     named = replace(spec, forms=tuple(map(_relative, spec.forms)))
@@ -60,7 +59,7 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
         _fill_pieces(module, layer, tensors)
         process(module)
         return
-    plan = plan_load([layer], [], module.tp.size, checkpoint, description=name)
+    plan = plan_load([layer], [], module.tp.size, checkpoint, description=module._name())
     module.adopt(stored_as)
     load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
 
@@ -115,7 +114,7 @@ def _fill_pieces(module: ShardedModule, layer: DividedLayer, tensors: Mapping[st
             writes.append((goal, piece))
     groups["not in the layer"] = sorted(left)
     if any(groups.values()):
-        raise LoadError(f"{layer.spec.path or type(module).__name__} cannot take these pieces", groups)
+        raise LoadError(f"{module._name()} cannot take these pieces", groups)
     for goal, piece in writes:
         goal.copy_(piece.reshape(goal.shape))
         check_range("a piece", piece, goal)

@@ -89,8 +89,7 @@ class VocabParallelEmbedding(ShardedModule):
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
-            name = self.sharded.layer.spec.path or type(self).__name__
-            raise UsageError(f"{name}: token ids from {low} to {high}; the table has rows 0 to {rows - 1}")
+            raise UsageError(f"{self._name()}: token ids from {low} to {high}; the table has rows 0 to {rows - 1}")
 
 
 class ParallelLMHead(ParallelLinear):

@@ -54,8 +54,7 @@ class RMSNorm(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., size]`` over its last dimension."""
         if x.shape[-1] != self.out_features:  # a weight of one element would broadcast
-            name = self.sharded.layer.spec.path or type(self).__name__
-            raise UsageError(f"{name}: it normalises {self.out_features} features, the input has {x.shape[-1]}")
+            raise UsageError(f"{self._name()}: it normalises {self.out_features} features, the input has {x.shape[-1]}")
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         weight: torch.Tensor = self.weight

@@ -63,9 +63,6 @@ class ParallelLinear(ShardedModule):
         ParallelLinear.__init__(made, sharded, tp, **flags)
         return made
 
-    def _name(self) -> str:
-        return self.sharded.layer.spec.path or type(self).__name__
-
     def forward(self, x: torch.Tensor) -> Any:
         """Multiplies.
 

@@ -192,6 +192,10 @@ class ShardedModule(nn.Module):
         """Its dotted path in the model, for messages; "" where it stands alone."""
         return self.sharded.layer.spec.path
 
+    def _name(self) -> str:
+        """Returns what messages call it: its path, or its class where it stands alone."""
+        return self.path or type(self).__name__
+
     @property
     def output_offsets(self) -> list[int]:
         """Where each segment begins in this rank's output."""
