@@ -188,6 +188,7 @@ logits = model(torch.arange(14)[None] * 5 % 96)
 if model.tp.rank == 0:
     save_file({"logits": logits.contiguous(), "ranks": torch.tensor(model.tp.size)}, out)
 if torch.distributed.is_initialized():
+    torch.distributed.barrier()  # a rank that still reads when another leaves may be aborted by that
     torch.distributed.destroy_process_group()
 """
 
@@ -224,6 +225,7 @@ def _computes_on_three_ranks(python: Path, folder: Path) -> None:
             cwd=folder,
             PYTHONPATH="",
             GLOO_SOCKET_IFNAME="lo",
+            PYTHONFAULTHANDLER="1",
         )
         assert done.returncode == 0, done.stderr
     three, one = load_file(folder / "three"), load_file(folder / "one")

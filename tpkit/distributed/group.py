@@ -72,9 +72,11 @@ def shutdown() -> None:
     """Leaves the ranks that `init_from_env` joined.
 
     Call it when all went well and not in a ``finally``: a rank that failed and closes its connections first makes its
-    neighbours fail of that before its own error is told.
+    neighbours fail of that before its own error is told. All ranks leave together: one that is still reading when
+    another closes its connections may be aborted by that.
     """
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
 
 
