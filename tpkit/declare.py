@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from tpkit.errors import ShardingError, SpecError
 from tpkit.layout import Source, fused
 from tpkit.modules import Declared, ModuleType, Sides, hidden
-from tpkit.partition import Axis, Features, Side
+from tpkit.params import Dim, Fixed, Out
+from tpkit.partition import Axis, Features, Side, side_size
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec, Node
 from tpkit.spec.words import Layout
@@ -27,6 +28,8 @@ class Declaration:
         out, in_: its sides; `in_` is empty for norms and plain parameters.
         forms: ways it may be stored, preferred first.
         bias: it has a bias.
+        weights: dimensions of the parameters of a node without an input, by name.
+        stored: name on disk of its one parameter, where that is not the parameter's own.
         tied_to: path of the node whose parameters it shares.
     """
 
@@ -36,6 +39,8 @@ class Declaration:
     in_: Side = ()
     forms: tuple[tuple[Source, ...], ...]
     bias: bool = False
+    weights: tuple[tuple[str, tuple[Dim, ...]], ...] = (("weight", (Out(),)),)
+    stored: str | None = None
     tied_to: str | None = None
 
 
@@ -70,7 +75,7 @@ class _Walk:
             elif child.kind == "norm":
                 self.found.append(self._norm(child, declared))
             elif child.kind == "parameter":
-                raise SpecError(f"{child.where}: {child.path}: no module takes a parameter of this kind yet")
+                self.found.append(self._parameter(child, declared))
             elif child.kind == "module":
                 self._module(child)
             else:
@@ -112,28 +117,70 @@ class _Walk:
     def _sides(self, node: Node, declared: Declared | None) -> Sides:
         if declared is not None and node.role in declared.sides:
             return declared.sides[node.role]
+        width, given = node.options.in_features or self.hidden_size, node.options.out_features
         if node.word == "vocab" and self.vocab_size is not None:
             axis = Axis(name="vocab", units=int(self.vocab_size))
-            return Sides(in_=hidden(self.hidden_size), out=(Features(name="", axis=axis),))
+            return Sides(in_=hidden(width), out=(Features(name="", axis=axis),))
         if node.word == "vocab":
             raise SpecError(f"{node.where}: {node.path}: the description declares no vocab_size, which a head needs")
+        if given is not None:
+            return Sides(in_=hidden(width), out=hidden(given))
         raise SpecError(
             f"{node.where}: {node.path}: nothing tells the sizes of this {node.word} projection",
-            hint="put it into a module that has a role for it",
+            hint="put it into a module that has a role for it, or give in_features and out_features",
+        )
+
+    def _parameter(self, node: Node, declared: Declared | None) -> Declaration:
+        """A tensor under its own name, without ``.weight``: its stem is the path of the module around it."""
+        sizes, lies = node.options.parameter, declared.sides.get(node.role) if declared else None
+        if declared is None:
+            raise SpecError(f"{node.where}: {node.path}: a parameter needs a module around it that computes with it")
+        side: Side = hidden(1)
+        dims: tuple[Dim, ...] = tuple(map(Fixed, sizes)) or (Fixed(1),)
+        if node.options.style == "per_head":
+            if lies is None or not sizes or sizes[0] != side_size(lies.out):
+                raise SpecError(
+                    f"{node.where}: {node.path}: per_head, with sizes {list(sizes)}: the module around it has "
+                    f"{f'{side_size(lies.out)} heads for it' if lies else 'no heads for it'}"
+                )
+            side, dims = lies.out, (Out(), *dims[1:])
+        stem = self._disk(node.path).rpartition(".")[0]
+        return Declaration(
+            node=node,
+            style="replicated" if lies is None else "column",
+            out=side,
+            forms=(fused(stem, side),),
+            weights=(("value", dims),),  # its own name might be one that a layer uses itself
+            stored=node.name,
         )
 
     def _norm(self, node: Node, declared: Declared | None) -> Declaration:
-        size = node.options.size or self.hidden_size
-        if node.options.over is not None:
-            widths = declared.widths if declared else {}
-            if node.options.over not in widths:
-                raise SpecError(
-                    f"{node.where}: {node.path}: over: {node.options.over} means nothing here; "
-                    f"the module above knows {sorted(widths) or 'no widths'}"
-                )
-            size = widths[node.options.over]
-        side = (Features(name="", unit=size),)
-        return Declaration(node=node, style="replicated", out=side, forms=(fused(self._disk(node.path), side),))
+        options = node.options
+        size = declared.width(node.role, options.over) if declared and options.over else options.size
+        lies = declared.sides.get(node.role) if declared else None
+        known = " or ".join(declared.over) if declared else ""
+        if size is None:
+            raise SpecError(
+                f"{node.where}: {node.path}: over: {options.over} means nothing here; known: {known or 'nothing'}"
+            )
+        if lies is not None and options.over is None:
+            raise SpecError(f"{node.where}: {node.path}: say what it goes over: {known}")
+        side: Side = (Features(name="", unit=size),)
+        dims: tuple[Dim, ...] = (Out(),)
+        if lies is not None and options.weight == "per_head":
+            side, dims = (replace(lies.out[0], unit=1),), (Out(), Fixed(size))
+        elif lies is not None and declared is not None and options.over in declared.whole:
+            side = lies.out
+        names = ["weight"] if options.affine else []
+        if options.affine and getattr(options, "bias", False):
+            names.append("bias")
+        return Declaration(
+            node=node,
+            style="replicated" if side[0].axis is None else "column",
+            out=side,
+            forms=(fused(self._disk(node.path), side),),
+            weights=tuple((name, dims) for name in names),
+        )
 
     def _stored(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
         try:

@@ -59,6 +59,13 @@ class DividedLayer:
         """Returns the logical elements ``(start, stop)`` of each segment that a rank holds."""
         return [part.bounds(share) for part, share in zip(side, self.shares(side, rank), strict=True)]
 
+    def owns(self, side: Side, rank: int) -> bool:
+        """Says whether a rank is the one that counts for what it holds of a side; others may hold it too."""
+        return all(
+            share is None or not part.grouped or share.owner
+            for part, share in zip(side, self.shares(side, rank), strict=True)
+        )
+
 
 def shares_of(side: Side, division: Division, rank: int) -> Shares:
     """Returns the share of each segment's axis on a rank; None where it has no axis."""

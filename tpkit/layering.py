@@ -10,7 +10,7 @@ from tpkit.checkpoint.stored import Checkpoint
 from tpkit.declare import Declaration
 from tpkit.errors import ShardingError, SpecError
 from tpkit.layout import LayerSpec, Source, View
-from tpkit.params import LinearSpec, Out, ParamSpec
+from tpkit.params import LinearSpec, ParamSpec
 from tpkit.partition import side_size
 from tpkit.quant.resolve import Choice, Resolver
 from tpkit.quant.stated import Stated, stated_word
@@ -49,7 +49,8 @@ def layers_of(
     form = _ordered(choose_form(declaration.forms, checkpoint), checkpoint)
     node = declaration.node
     if not declaration.in_ or declaration.tied_to:
-        params = () if declaration.tied_to else (("weight", ParamSpec(dtype, dims=(Out(),))),)
+        weights = () if declaration.tied_to else declaration.weights
+        params = tuple((name, ParamSpec(dtype, dims=dims, stored=declaration.stored)) for name, dims in weights)
         return [PlannedLayer(spec=_spec(declaration, params), form=form)]
     own = _own(declaration)
     choices = _choices(declaration, form, checkpoint, resolver, own)

@@ -12,18 +12,23 @@ from torch import nn
 from tpkit.distributed.group import TensorParallel
 from tpkit.errors import PluginError, SpecError
 from tpkit.layers.container import Container
-from tpkit.layers.norm import RMSNorm
+from tpkit.layers.norm import LayerNorm, Norm, RMSNorm
 from tpkit.layers.parted import PartedLinear
 from tpkit.layers.rotary import Rotary
 from tpkit.layers.sharded import Sharded, ShardedModule
 from tpkit.planning import ModelPlan
 from tpkit.registry import Registry
 from tpkit.spec.bound import Node
+from tpkit.spec.rope import with_lengths
 
 if TYPE_CHECKING:
     from tpkit.modules import RopeOptions
 
 __all__ = ["BuildContext", "Maker", "add_child"]
+
+
+#: by the word after ``norm:``
+NORMS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 @dataclass
@@ -61,14 +66,20 @@ class BuildContext:
         """Returns the rotary embedding for these options; layers with the same share one."""
         key = (options.model_dump_json(), head_dim)
         if key not in self._rotaries:
-            dims = int(head_dim * options.partial)
+            scaling = with_lengths(
+                options.scaling, original_length=options.original_length, max_length=options.max_length
+            )
+            dims, turned = int(head_dim * options.partial) if options.dims is None else options.dims, None
             if dims > head_dim:
-                raise SpecError(f"rope: partial {options.partial} turns {dims} features of a head of {head_dim}")
+                raise SpecError(f"rope turns {dims} features of a head of {head_dim}: {options.turning}")
+            if scaling is not None and scaling["rope_type"] == "proportional":  # frequencies as if all of them turned
+                dims, turned = head_dim, dims // 2
             self._rotaries[key] = Rotary(
                 dims,
                 options.theta,
                 pairs=options.pairs,
-                scaling=options.scaling,
+                scaling=scaling,
+                turned=turned,
                 device=self.device,
             )
         return self._rotaries[key]
@@ -104,7 +115,9 @@ class Maker:
         if node.kind == "projection":
             return self._keep(node, self._projection(node))
         if node.kind == "norm":
-            return self._keep(node, RMSNorm.of(self._sharded(node), self.tp, node.options.eps))
+            return self._keep(node, NORMS[node.word].of(self._sharded(node), self.tp, node.options))
+        if node.kind == "parameter":
+            return self._keep(node, ShardedModule(self._sharded(node), self.tp))
         return self._module(node)
 
     def _module(self, node: Node) -> nn.Module:

@@ -212,7 +212,8 @@ def test_the_list_per_layer_has_an_entry_for_every_layer(small: Description) -> 
         (
             {"hidden_act": None},
             "d.yaml:40:21: tree.model.layers.mlp.activation: hidden_act is null (config: hidden_act); "
-            "one of: gelu, gelu_new, gelu_pytorch_tanh, relu, silu, swish is needed",
+            "one of: child, gelu, gelu_fast, gelu_new, gelu_pytorch_tanh, linear, mish, quick_gelu, relu, relu2, "
+            "relu6, silu, swish, tanh is needed",
         ),
         (
             {"attn_logit_softcapping": 50.0},

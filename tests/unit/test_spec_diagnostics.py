@@ -54,7 +54,7 @@ CASES: list[tuple[str, str, list[str]]] = [
       "installed: column, merged_column, qkv, replicated, row, vocab"]),
     ("{style: row}", "{stlye: row}",
      [f"36:18: {ATTENTION}.o_proj: unknown word 'stlye' of a container (did you mean 'style'?)"]),
-    ("{norm: rms}", "{norm: rns}", [f"29:31: {LAYER}.input_layernorm.norm: no norm 'rns' (did you mean 'rms'?); known: rms"]),
+    ("{norm: rms}", "{norm: rns}", [f"29:31: {LAYER}.input_layernorm.norm: no norm 'rns' (did you mean 'rms'?); known: layer, rms"]),
     ("{norm: rms}", "{nrom: rms}",
      [f"29:25: {LAYER}.input_layernorm: unknown word 'nrom' of a container (did you mean 'norm'?)"]),
     ("{style: row}", "{style: row, bais: true}",
@@ -81,7 +81,8 @@ CASES: list[tuple[str, str, list[str]]] = [
     ("repeat: num_hidden_layers", "repeat: hidden_size //",
      [f"27:29: {LAYER}.repeat: a value is missing before the end, in 'hidden_size //'"]),
     ("activation: hidden_act", "activation: hiden_act",
-     [f"40:21: {LAYER}.mlp.activation: 'hiden_act' is not one of: gelu, gelu_new, gelu_pytorch_tanh, relu, silu, swish "
+     [f"40:21: {LAYER}.mlp.activation: 'hiden_act' is not one of: child, gelu, gelu_fast, gelu_new, gelu_pytorch_tanh, linear, mish, quick_gelu, relu, "
+      "relu2, relu6, silu, swish, tanh "
       "(did you mean 'hidden_act'?)"]),
     # conditions
     ("'sliding_attention', is", "'slidng_attention', is",
@@ -114,9 +115,10 @@ CASES: list[tuple[str, str, list[str]]] = [
     (NORM, "    norm: {norm: rms, over: head}",
      ["43:29: tree.model.norm.over: only a norm in a module goes over something of the module's"]),
     ("over: head", "over: haed",
-     [f"35:35: {ATTENTION}.q_norm.over: 'haed' is not known (did you mean 'head'?); the module around it offers: head"]),
+     [f"35:35: {ATTENTION}.q_norm.over: 'haed' is not known (did you mean 'head'?); the module around it offers: all_heads, head"]),
     (NORM, "    norm: {style: column}",
-     ["43:11: tree.model.norm: style 'column' needs a module around it that says how large it is"]),
+     ["43:11: tree.model.norm: style 'column' needs a module around it that says how large it is, or "
+      "in_features and out_features"]),
     # what is packed
     (QKV, "packs: [q_proj, k_proj]", [f"34:39: {ATTENTION}.qkv_proj.packs: 2 parts, but style 'qkv' has at least 3"]),
     (QKV, "packs: [q_proj, k_proj, v_proj, g_proj]",
@@ -202,7 +204,9 @@ def test_a_dict_has_paths_alone() -> None:
     with pytest.raises(SpecError) as caught:
         describe({"schema": 1, "family": "f", "architectures": ["A"], "config": {}, "tree": {"a": {"norm": "rns"}}},
                  registry=registry())  # fmt: skip
-    assert caught.value.problems == ("description: tree.a.norm: no norm 'rns' (did you mean 'rms'?); known: rms",)
+    assert caught.value.problems == (
+        "description: tree.a.norm: no norm 'rns' (did you mean 'rms'?); known: layer, rms",
+    )
 
 
 def test_a_plugin_that_does_not_import_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,66 @@ def test_both_spellings_come_out_as_one(key: str, kind: str, numbers: dict[str, 
     }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+FACTORS = {"short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"type": "su", **FACTORS}, {"rope_type": "longrope", **FACTORS}),
+        ({"type": "su", "rope_type": "longrope", **FACTORS}, {"rope_type": "longrope", **FACTORS}),
+        ({**YARN, "type": "yarn", "finetuned": True, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}, YARN),
+        ({**YARN, "beta_fast": None, "max_position_embeddings": None, "mrope_section": [1, 1, 2]}, YARN),
+        ({"type": "linear", "factor": 2, "original_max_position_embeddings": 9}, {"rope_type": "linear", "factor": 2}),
+        ({"type": "dynamic", "factor": 2.0, "alpha": None}, {"rope_type": "dynamic", "factor": 2.0}),
+        (
+            {"type": "dynamic", "alpha": 1e3, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0},
+            {"rope_type": "dynamic", "alpha": 1e3},
+        ),
+        ({"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}, None),
+        ({"rope_type": "default", "mrope_section": [11, 11, 10], "mrope_interleaved": True}, None),
+        (
+            {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            {"rope_type": "proportional"},
+        ),
+    ],
+)
+def test_what_config_json_files_write_beside(given: dict[str, Any], read: dict[str, Any] | None) -> None:
+    assert check_scaling(given) == read
+
+
+def test_a_length_that_a_scaling_needs_is_missed_while_binding(small: Description, tmp_path: Path) -> None:
+    config = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}
+    (problem,) = bind_problems(small, config)
+    assert "rope scaling 'dynamic' has no max_length" in problem
+    text = BASE.replace("rope: {pairs: half}", "rope: {pairs: half, max_length: max_position_embeddings}")
+    text = text.replace("  rope_scaling: null\n", "  rope_scaling: null\n  max_position_embeddings: 2048\n")
+    assert rope(described(text, tmp_path), config).max_length == 64
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"type": "foo"}, "rope scaling of kind 'foo' is not known; supported: default, linear, llama3"),
+        ({"type": "foo"}, "rope scaling of kind 'foo' is not known; supported: default, linear, dynamic, "),
         ({"type": "liner", "factor": 2}, "rope scaling of kind 'liner' is not known (did you mean 'linear'?)"),
-        ({"rope_type": "yarn", "factor": 4}, "rope scaling of kind 'yarn' is not known"),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "rope scaling of kind 'longrope' is not known"),
+        ({"rope_type": "yarn", "factor": 4, "alpha": 2}, "rope scaling 'yarn' has no alpha; it knows: factor, "),
+        ({"rope_type": "yarn", "truncate": 1}, "truncate must be true or false, not 1"),
+        ({"rope_type": "yarn", "mscale": -1}, "mscale must be a number from 0, not -1"),
+        ({"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}, "beta_fast 1 must not be less than beta_slow 2"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "missing: long_factor"),
+        ({"type": "su", "short_factor": [1.0], "long_factor": 2}, "long_factor must be a list of positive numbers"),
+        ({"type": "su", "short_factor": [1.0], "long_factor": [0]}, "long_factor must be a list of positive numbers"),
+        (
+            {"type": "su", "short_factor": [1.0], "long_factor": [1.0, 2.0]},
+            "1 numbers in short_factor, but 2 in long_factor",
+        ),
+        (
+            {"type": "su", "short_factor": [1.0], "long_factor": [1.0], "short_mscale": 1.0},
+            "needs short_mscale and long_mscale, or attention_factor, or none of them; it has short_mscale",
+        ),
+        ({"type": "dynamic"}, "rope scaling 'dynamic' needs factor or alpha"),
+        ({"type": "dynamic", "factor": 2.0, "mscale": 1.0}, "'dynamic' with a factor has no mscale"),
         ({"type": 3}, "rope scaling of kind 3 is not known"),
         ({"type": ["linear"]}, "is not known"),
         ({"type": "linear", "rope_type": "llama3", "factor": 2}, "says type 'linear' and rope_type 'llama3'"),
@@ -67,7 +120,7 @@ def test_both_spellings_come_out_as_one(key: str, kind: str, numbers: dict[str, 
         ),
         ({"type": "llama3", **LLAMA3, "original_max_position_embeddings": -1}, "must be a positive number, not -1"),
         ({"factor": 2}, "gives numbers but no kind to use them"),
-        ({"type": "default", "mrope_section": [1, 2]}, "gives numbers but no kind to use them"),
+        ({"type": "mrope", "mrope_section": [1, 2], "factor": 2}, "gives numbers but no kind to use them"),
         ({"full_attention": {"rope_type": "default"}}, "differs by layer type is not supported"),
     ],
 )

@@ -12,7 +12,7 @@ from tpkit.layers.linear import (
     RowParallelLinear,
 )
 from tpkit.layers.mlp import Mlp
-from tpkit.layers.norm import RMSNorm
+from tpkit.layers.norm import LayerNorm, RMSNorm
 from tpkit.layers.parallel import ParallelLinear
 from tpkit.layers.rotary import Rotary
 from tpkit.layers.sharded import Sharded, ShardedModule
@@ -23,6 +23,7 @@ __all__ = [
     "Container",
     "ForwardContext",
     "KVCache",
+    "LayerNorm",
     "MergedColumnParallelLinear",
     "Mlp",
     "ParallelLMHead",

@@ -112,22 +112,39 @@ class ForwardContext:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
 
-    def mask(self, window: int | None) -> tuple[torch.Tensor | None, bool]:
+    def mask(self, window: int | None, chunk: int | None = None) -> tuple[torch.Tensor | None, bool]:
         """Returns ``(mask, is_causal)`` for scaled dot product attention.
 
-        A query at position i sees keys at positions j with ``0 <= i - j`` and, with a window, ``i - j < window``.
-        The mask is ``[L, past + L]`` bool, True where it sees; None where `is_causal` says it all or all is seen.
+        A query at position i sees keys at positions j with ``0 <= i - j`` and, with a window, ``i - j < window``; with
+        chunks, those of its own chunk. The mask is ``[L, past + L]`` bool, True where it sees; None where `is_causal`
+        says it all or all is seen.
         """
         total = self.past + self.length
-        narrow = window is not None and total > window
-        if not narrow and (self.past == 0 or self.length == 1):
+        window = window if window is not None and total > window else None
+        chunk = chunk if chunk is not None and total > chunk else None
+        if window is None and chunk is None and (self.past == 0 or self.length == 1):
             return None, self.length > 1
-        return self.once(
-            ("mask", window if narrow else None), lambda: self._mask(total, window if narrow else None)
-        ), False
+        return self.seen(window, chunk), False
 
-    def _mask(self, total: int, window: int | None) -> torch.Tensor:
-        keys = torch.arange(total, device=self.positions.device)
-        distance = self.positions[:, None] - keys[None, :]
+    def seen(self, window: int | None, chunk: int | None = None) -> torch.Tensor:
+        """Returns the mask of `mask`, always: ``[L, past + L]`` bool."""
+        return self.once(("mask", window, chunk), lambda: self._mask(window, chunk))
+
+    def distance(self) -> torch.Tensor:
+        """Returns how far each key lies before each new token, ``[L, past + L]`` int64."""
+
+        def make() -> torch.Tensor:
+            keys = torch.arange(self.past + self.length, device=self.positions.device)
+            return self.positions[:, None] - keys[None, :]
+
+        return self.once("distance", make)
+
+    def _mask(self, window: int | None, chunk: int | None) -> torch.Tensor:
+        distance = self.distance()
         seen = distance >= 0
-        return seen if window is None else seen & (distance < window)
+        if window is not None:
+            seen = seen & (distance < window)
+        if chunk is not None:
+            keys = torch.arange(self.past + self.length, device=self.positions.device)
+            seen = seen & (self.positions[:, None] // chunk == keys[None, :] // chunk)
+        return seen

@@ -9,6 +9,7 @@ import torch
 from tpkit.distributed.group import TensorParallel
 from tpkit.dtypes import torch_dtype
 from tpkit.errors import UsageError
+from tpkit.layers.context import ForwardContext
 from tpkit.layers.parallel import ParallelLinear
 from tpkit.layers.sharded import Setting, Sharded, ShardedModule, sharded_alone
 from tpkit.layout import fused
@@ -17,7 +18,7 @@ from tpkit.partition import Axis, Features, Side, side_size
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ParallelLMHead", "VocabParallelEmbedding"]
+__all__ = ["LearnedPositions", "ParallelLMHead", "VocabParallelEmbedding"]
 
 
 def _sides(rows: int, width: int, setting: Setting) -> tuple[Side, Side]:
@@ -32,23 +33,32 @@ class VocabParallelEmbedding(ShardedModule):
         num_embeddings: rows of the whole table.
         embedding_dim: features of a row.
         scale: multiplies what is looked up.
+        scale_rounded: the scale is rounded to the dtype of what is looked up first.
         setting: see `Setting`; there is no bias.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None, **setting: Any) -> None:
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        scale: float | None = None,
+        scale_rounded: bool = False,
+        **setting: Any,
+    ) -> None:
         how = Setting(**{"bias": False, **setting})
         if how.bias:
             raise UsageError("an embedding has no bias")
         out, in_ = _sides(num_embeddings, embedding_dim, how)
         super().__init__(sharded_alone(how, out, in_, (fused("", out),), embedding=True), how.place)
-        self.output_scale = scale
+        self.output_scale, self.scale_rounded = scale, scale_rounded
 
     @classmethod
-    def of(cls, sharded: Sharded, tp: TensorParallel, scale: float | None = None) -> Self:
+    def of(cls, sharded: Sharded, tp: TensorParallel, scale: float | None = None, scale_rounded: bool = False) -> Self:
         """Returns an embedding for a shard that is divided already."""
         made = cls.__new__(cls)
         ShardedModule.__init__(made, sharded, tp)
-        made.output_scale = scale
+        made.output_scale, made.scale_rounded = scale, scale_rounded
         return made
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -77,7 +87,9 @@ class VocabParallelEmbedding(ShardedModule):
             rows = self.quant_method.embedding(self, torch.where(own, ids - start, 0)).to(dtype)
             # a row of another rank gives zeros here, so that the sum is that rank's row, exactly
             y = self.tp.all_reduce(torch.where(own.unsqueeze(-1), rows, 0))
-        return y if self.output_scale is None else y * self.output_scale
+        if self.output_scale is None:
+            return y
+        return y * (torch.tensor(self.output_scale, dtype=y.dtype) if self.scale_rounded else self.output_scale)
 
     def _check(self, ids: torch.Tensor) -> None:
         """A row that no rank holds would be looked up as zeros."""
@@ -90,6 +102,34 @@ class VocabParallelEmbedding(ShardedModule):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
             raise UsageError(f"{self._name()}: token ids from {low} to {high}; the table has rows 0 to {rows - 1}")
+
+
+class LearnedPositions(ShardedModule):
+    """Adds a learned row for each position to the hidden state; every rank holds the whole table."""
+
+    takes_context = True
+    offset: int
+
+    @classmethod
+    def of(cls, sharded: Sharded, tp: TensorParallel, offset: int = 0) -> Self:
+        """Returns a table for a shard that is made already; `offset` is the row of position 0."""
+        made = cls.__new__(cls)
+        ShardedModule.__init__(made, sharded, tp)
+        made.offset = offset
+        return made
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns ``[B, L, hidden]`` with the rows of the pass' positions added.
+
+        Raises:
+            UsageError: for positions that the table does not have.
+        """
+        last, rows = self.offset + context.past + context.length, side_size(self.sharded.layer.spec.out)
+        if last > rows:
+            needed = context.past + context.length
+            raise UsageError(f"{self._name()}: {needed} tokens; the model learned {rows - self.offset} positions")
+        assert self.quant_method is not None  # noqa: S101 - every table has one
+        return x + self.quant_method.embedding(self, context.positions + self.offset).to(x.dtype)
 
 
 class ParallelLMHead(ParallelLinear):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tpkit.errors import SpecError
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
@@ -23,11 +24,18 @@ _tanh = partial(F.gelu, approximate="tanh")
 #: by the names of config.json
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
+    "gelu_fast": _tanh,
     "gelu_new": _tanh,
     "gelu_pytorch_tanh": _tanh,
+    "linear": lambda x: x,
+    "mish": F.mish,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
     "silu": F.silu,
     "swish": F.silu,
+    "tanh": torch.tanh,
 }
 
 
@@ -42,7 +50,9 @@ class Mlp(RoleModule):
 
     def __init__(self, options: MlpOptions, children: Mapping[str, tuple[str, nn.Module]], build: BuildContext) -> None:
         super().__init__(children)
-        self.activation = ACTIVATIONS[options.activation]
+        if (self.child("activation") is None) == (options.activation == "child"):
+            raise SpecError("a feed-forward has a child in the role activation where it says so, activation: child")
+        self._act = ACTIVATIONS.get(options.activation, self._own)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``[B, L, hidden]`` for the same, equal on every rank."""
@@ -50,7 +60,13 @@ class Mlp(RoleModule):
         y = up(x)
         if len(up.out_sizes) == 2:
             gate, y = y.split(up.out_sizes, dim=-1)
-            y = self.activation(gate) * y
+            y = self._act(gate) * y
         else:
-            y = self.activation(y)
+            y = self._act(y)
         return down(y)  # type: ignore[no-any-return]
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.child("activation")
+        assert own is not None  # noqa: S101 - it was there when this was made
+        y: torch.Tensor = own(x)
+        return y

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tpkit.errors import did_you_mean
-from tpkit.modules import Embedding
 from tpkit.spec.draft import Draft, children_in
 from tpkit.spec.expr import StepExpr
 from tpkit.spec.parts import check_style
 from tpkit.spec.problems import Problems
 from tpkit.spec.roles import check_roles
 from tpkit.spec.words import Tied
+from tpkit.tables import Embedding
 
 __all__ = ["check_tree"]
 
@@ -31,12 +31,16 @@ def check_tree(root: Draft, problems: Problems) -> None:
 
 
 def _check_place(draft: Draft, problems: Problems) -> None:
-    """Only a head has sizes of its own; other projections get theirs from the module around them."""
+    """Projections get their sizes from the module around them, but for a head and those that are given sizes."""
     if draft.kind == "module":
         return
     for child in children_in(draft):
-        if child.kind == "projection" and child.plugin is not None and child.word != "vocab":
-            message = f"style {child.word!r} needs a module around it that says how large it is"
+        placed = child.word == "vocab" or {"in_features", "out_features"} <= set(child.table.entries)
+        if child.kind == "projection" and child.plugin is not None and not placed:
+            message = (
+                f"style {child.word!r} needs a module around it that says how large it is, or in_features and "
+                "out_features"
+            )
             problems.add(child.mark, child.where, message)
         if child.kind == "norm" and "over" in child.table:
             mark = child.table.entries["over"].mark

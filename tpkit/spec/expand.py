@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tpkit.errors import TpkitError
+from tpkit.modules import Declared
 from tpkit.spec.bound import Call, Node, Step, Term
 from tpkit.spec.draft import Draft, StepDraft
 from tpkit.spec.expr import Name, Number, StepExpr
@@ -41,12 +42,12 @@ class Expander:
         """Returns the bound root."""
         return self._node(root, "", "", "", None)
 
-    def _node(self, draft: Draft, name: str, path: str, role: str, widths: Mapping[str, int] | None) -> Node:
+    def _node(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
         if draft.repeat is not None:
-            return self._repeated(draft, name, path, role, widths)
-        return self._single(draft, name, path, role, widths)
+            return self._repeated(draft, name, path, role, declared)
+        return self._single(draft, name, path, role, declared)
 
-    def _repeated(self, draft: Draft, name: str, path: str, role: str, widths: Mapping[str, int] | None) -> Node:
+    def _repeated(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
         try:
             count = draft.repeat.value(self.values) if draft.repeat else 0
         except Failed:
@@ -60,13 +61,13 @@ class Expander:
         for index in range(count):
             if outermost:
                 self.values.enter(index)
-            copies.append(self._single(draft, str(index), _below(path, str(index)), "", widths))
+            copies.append(self._single(draft, str(index), _below(path, str(index)), "", declared))
         if outermost:
             self.values.enter(None)
         return Node(name=name, path=path, kind="repeat", role=role, children=tuple(copies), where=str(draft.mark))
 
-    def _single(self, draft: Draft, name: str, path: str, role: str, widths: Mapping[str, int] | None) -> Node:
-        options = self._bound_options(draft, widths)
+    def _single(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
+        options = self._bound_options(draft, role, declared)
         active = self._active(draft)
         roles = active_roles(draft, active, self.problems) if draft.kind == "module" else {}
         inner = self._declared(draft, options, active, roles)
@@ -99,34 +100,32 @@ class Expander:
                     break
         return found
 
-    def _bound_options(self, draft: Draft, widths: Mapping[str, int] | None) -> Any:
+    def _bound_options(self, draft: Draft, role: str, declared: Declared | None) -> Any:
         if draft.options is None:
             return None
         names = frozenset().union(*(slot.names for slot in draft.words.values()))
-        fixed = not names & self.layered and (draft.kind != "norm" or widths is None)
+        fixed = not names & self.layered and (draft.kind != "norm" or declared is None)
         if fixed and id(draft) in self._options:
             return self._options[id(draft)]
-        options = self._evaluate(draft, widths)
+        options = self._evaluate(draft, role, declared)
         if fixed:
             self._options[id(draft)] = options
         return options
 
-    def _evaluate(self, draft: Draft, widths: Mapping[str, int] | None) -> Any:
+    def _evaluate(self, draft: Draft, role: str, declared: Declared | None) -> Any:
         try:
             found = values_of(draft.words, self.values)
         except Failed:
             return None
         if draft.kind == "norm" and found.get("size") is None:
-            found["size"] = norm_width(draft, found.get("over"), self.values, widths)
+            found["size"] = norm_width(draft, role, found.get("over"), self.values, declared)
         try:
             return draft.options.model_validate(found) if draft.options else None
         except ValidationError as error:
             self.problems.add_validation(error, draft.table, draft.where, draft.options)  # type: ignore[arg-type]
             return None
 
-    def _declared(
-        self, draft: Draft, options: Any, active: list[Draft], roles: Mapping[str, str]
-    ) -> Mapping[str, int] | None:
+    def _declared(self, draft: Draft, options: Any, active: list[Draft], roles: Mapping[str, str]) -> Declared | None:
         """Asks a module type what it declares for these options, and checks the projections against it."""
         if draft.kind != "module" or options is None or draft.plugin is None:
             return None
@@ -144,8 +143,8 @@ class Expander:
             sides = declared.sides.get(roles[child.name])
             if sides is not None:
                 check_parts(child, sides.out, self.problems)
-        widths: Mapping[str, int] = declared.widths
-        return widths
+        found: Declared = declared
+        return found
 
     def _forward(self, draft: Draft, active: list[Draft]) -> tuple[Step, ...] | None:
         if draft.steps is None:

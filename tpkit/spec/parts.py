@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tpkit.errors import did_you_mean
+from tpkit.modules import Declared
 from tpkit.partition import Side
 from tpkit.spec.draft import Draft
 from tpkit.spec.problems import Problems
@@ -71,21 +70,21 @@ def check_parts(draft: Draft, out: Side, problems: Problems) -> None:
         problems.add(mark, where, f"{name!r} {told}; its parts are: {', '.join(segments)}")
 
 
-def norm_width(draft: Draft, over: object, values: Values, widths: Mapping[str, int] | None) -> int | None:
-    """Returns the size of a norm's weight; None where it cannot be known, which is noted."""
+def norm_width(draft: Draft, role: str, over: object, values: Values, declared: Declared | None) -> int | None:
+    """Returns how many features a norm normalises together; None where it cannot be known, which is noted."""
     if over is None:
         try:
             size = values.value("hidden_size")
         except (Failed, KeyError):
             return None
         return size if isinstance(size, int) else None
-    if widths is None:  # the module around it has problems of its own, which have been noted
+    if declared is None:  # the module around it has problems of its own, which have been noted
         return None
-    if over in widths:
-        return widths[str(over)]
-    known = sorted(widths)
-    mark = draft.table.entries["over"].mark
-    offered = ", ".join(known) or "no width that a norm can go over"
-    message = f"{over!r} is not known{did_you_mean(str(over), known)}; the module around it offers: {offered}"
-    values.problems.add(mark, f"{draft.where}.over", message)
-    return None
+    width = declared.width(role, str(over))
+    if width is None:
+        known = declared.over
+        mark = draft.table.entries["over"].mark
+        offered = ", ".join(known) or "no width that a norm can go over"
+        message = f"{over!r} is not known{did_you_mean(str(over), known)}; the module around it offers: {offered}"
+        values.problems.add(mark, f"{draft.where}.over", message)
+    return width

@@ -63,8 +63,9 @@ def _check_fit(draft: Draft, child: Draft, role: Role, problems: Problems) -> No
         found = f"style {child.word!r}" if child.kind == "projection" else f"a {child.kind}"
         message = f"the role {role.name!r} of module {draft.word!r} takes style {' or '.join(role.styles)}, not {found}"
         problems.add(child.mark, child.where, message)
-    elif not role.styles and child.kind not in ("norm", "parameter"):
-        message = f"the role {role.name!r} of module {draft.word!r} takes a norm or a parameter, not a {child.kind}"
+    elif not role.styles and child.kind not in (("module",) if role.module else ("norm", "parameter")):
+        needed = "a module" if role.module else "a norm or a parameter"
+        message = f"the role {role.name!r} of module {draft.word!r} takes {needed}, not a {child.kind}"
         problems.add(child.mark, child.where, message)
 
 

@@ -55,7 +55,7 @@ def _check(child: Draft, role: str, declared: Declared, problems: Problems) -> N
     if child.kind == "projection" and sides is not None:
         check_parts(child, sides.out, problems)
     over = child.literal("over") if child.kind == "norm" else None
-    if over is not None and over not in declared.widths:
-        known = ", ".join(sorted(declared.widths)) or "no width that a norm can go over"
-        message = f"{over!r} is not known{did_you_mean(over, declared.widths)}; the module around it offers: {known}"
+    if over is not None and declared.width(role, over) is None:
+        known = ", ".join(declared.over) or "no width that a norm can go over"
+        message = f"{over!r} is not known{did_you_mean(over, declared.over)}; the module around it offers: {known}"
         problems.add(child.table.entries["over"].mark, f"{child.where}.over", message)

@@ -8,9 +8,9 @@ declared field of that name.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tpkit.modules import Options, Plain
 
@@ -20,6 +20,7 @@ __all__ = [
     "COMMON",
     "KINDS",
     "NORMS",
+    "LayerNormOptions",
     "Layout",
     "NormOptions",
     "Pack",
@@ -116,9 +117,14 @@ def _layout(value: Any) -> Any:
 
 
 class ProjectionOptions(Options):
-    """Words of a projection: ``style:`` and how it is stored. `quant` wins over what is said of the whole model."""
+    """Words of a projection: ``style:`` and how it is stored. `quant` wins over what is said of the whole model.
+
+    `in_features` and `out_features` are for one that no module has a role for.
+    """
 
     style: Word
+    in_features: int | None = Field(default=None, gt=0)
+    out_features: int | None = Field(default=None, gt=0)
     packs: Annotated[tuple[Pack, ...], BeforeValidator(_packs), Plain()] = ()
     fused: Annotated[Layout | None, BeforeValidator(_layout), Plain()] = None
     bias: bool = False
@@ -131,20 +137,50 @@ class ProjectionOptions(Options):
 
 
 class NormOptions(Options):
-    """Words of a norm. `size` is filled in when the description is bound."""
+    """Words of a norm. `size` is filled in when the description is bound.
+
+    Attributes:
+        norm: rms, or layer (which takes the mean away first).
+        over: what is normalised together, as the module around it calls it; absent: the hidden state.
+        eps: added to the mean square.
+        zero_centered: the stored weight is the distance from one.
+        affine: it has a weight at all.
+        weight: "per_head": each head has a weight of its own.
+        after: "rope": heads are normalised after they are turned, not before.
+        size: features that are normalised together.
+    """
 
     norm: Word
     over: Annotated[str | None, Plain()] = None
     eps: float = Field(default="rms_norm_eps", gt=0)  # type: ignore[assignment]
+    zero_centered: bool = False
+    affine: bool = True
+    weight: Annotated[Literal["per_head"] | None, Plain()] = None
+    after: Annotated[Literal["rope"] | None, Plain()] = None
     size: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> NormOptions:
+        if self.weight is not None and self.over != "head":
+            raise ValueError(f"weight: {self.weight} is of a norm over: head")
+        if not self.affine and (self.zero_centered or self.weight is not None):
+            raise ValueError("a norm without a weight (affine: false) has neither zero_centered nor weight")
+        return self
+
+
+class LayerNormOptions(NormOptions):
+    """Words of ``norm: layer``; `bias` counts only where there is a weight."""
+
+    eps: float = Field(default="layer_norm_eps", gt=0)  # type: ignore[assignment]
+    bias: bool = True
 
 
 class ParameterOptions(Options):
-    """Words of a parameter of its own: its sizes, and what it follows."""
+    """Words of a parameter of its own: its sizes (none: one number), and ``per_head`` if it follows its heads."""
 
-    parameter: tuple[int, ...] = Field(min_length=1)
-    style: Word = "replicated"
+    parameter: tuple[int, ...]
+    style: Annotated[Literal["replicated", "per_head"], Plain()] = "replicated"
 
 
 #: words after ``norm:`` and the options each takes
-NORMS: dict[str, type[BaseModel]] = {"rms": NormOptions}
+NORMS: dict[str, type[NormOptions]] = {"rms": NormOptions, "layer": LayerNormOptions}
