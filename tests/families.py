@@ -4,7 +4,7 @@
     made.folder / "config.json", made.ids, made.logits
 
 Names and layouts on disk are those of ``save_pretrained``, that is of the hub. The reference is computed in float32
-with eager attention, from the weights as they were saved.
+with eager attention (see `attention` in tests/tiny_configs.py), from the weights as they were saved.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_configs import arguments, attention
+
 __all__ = ["SIZES", "Families", "Made", "Tiny", "fuse", "rewrite", "tensors_of"]
 
 #: (heads, kv, ffn, vocab, hidden): even ones, and those that nothing divides
 SIZES = [(4, 2, 128, 256, 64), (9, 3, 136, 257, 144), (4, 1, 131, 257, 64), (8, 8, 128, 256, 64), (6, 2, 96, 250, 96)]
-
-#: what a family needs beside the sizes: a head size of its own, a window shorter than the input
-_OWN: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"head_dim": 16, "sliding_window": 8},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +34,7 @@ class Tiny:
     """What to make.
 
     Attributes:
-        family: llama, mistral, qwen2 or qwen3.
+        family: a model_type of transformers that tests/tiny_configs.py lists.
         tied: the head is the embedding.
         dtype: of the stored weights.
         shard_size: files of at most this size, with an index; "": one file.
@@ -63,16 +57,13 @@ class Tiny:
     @property
     def description(self) -> str:
         """The description that serves the family."""
-        return {"mistral": "llama"}.get(self.family, self.family)
+        return self.family
 
     def config(self) -> dict[str, Any]:
         """Returns the arguments of transformers' configuration class."""
-        return {
-            "vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv,
-            "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-            "tie_word_embeddings": self.tied, **_OWN[self.family], **json.loads(self.fields),
-        }  # fmt: skip
+        sizes = {"vocab": self.vocab, "hidden": self.hidden, "ffn": self.ffn, "layers": self.layers, "length": 128}
+        sizes |= {"heads": self.heads, "kv": self.kv}
+        return arguments(self.family, sizes, {"tie_word_embeddings": self.tied, **json.loads(self.fields)})
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ def _write(tiny: Tiny, folder: Path, reference: Path) -> None:
         model = _random(tiny)
         size = {"max_shard_size": tiny.shard_size} if tiny.shard_size else {}
         model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, **size)
-        kind = {"dtype": torch.float32, "attn_implementation": "eager"}
+        kind = {"dtype": torch.float32, "attn_implementation": attention(tiny.family, json.loads(tiny.fields))}
         model = AutoModelForCausalLM.from_pretrained(folder, **kind).eval()
     with torch.no_grad():
         logits = model(ids).logits
@@ -133,14 +124,15 @@ def _write(tiny: Tiny, folder: Path, reference: Path) -> None:
 
 
 def _random(tiny: Tiny) -> Any:
-    """Returns a model whose matrices, norms and biases are all random, norms around 1."""
+    """Returns a model whose matrices, norms and biases are all random, norms around 1; buffers stay."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(tiny.seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(tiny.family, **tiny.config())).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if name.endswith("norm.weight") else 0.0
+            norm = name.endswith("weight") and (parameter.ndim == 1 or "norm" in name)
+            around = 1.0 if norm else 0.0
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.2) + around)
     return model
 

@@ -75,8 +75,8 @@ def test_smollm2() -> None:
 
 
 def test_the_window_is_mistrals() -> None:
-    assert first(load("llama", {"model_type": "mistral"}), "attention").window == 4096
-    assert first(load("llama", {"model_type": "mistral", "sliding_window": None}), "attention").window is None
+    assert first(load("mistral", {"model_type": "mistral"}), "attention").window == 4096
+    assert first(load("mistral", {"model_type": "mistral", "sliding_window": None}), "attention").window is None
     assert first(load("llama", {"model_type": "llama", "sliding_window": 4096}), "attention").window is None
 
 
@@ -102,7 +102,7 @@ def test_qwens_window_is_in_its_upper_layers(name: str) -> None:
         ("Qwen--Qwen3-8B", "qwen3", (32, 8, 128), 12288, 36),
         ("Qwen--Qwen3-32B", "qwen3", (64, 8, 128), 25600, 64),
         ("Qwen--Qwen2.5-7B-Instruct", "qwen2", (28, 4, 128), 18944, 28),
-        ("Devstral-Small-2507", "llama", (32, 8, 128), 32768, 40),
+        ("Devstral-Small-2507", "mistral", (32, 8, 128), 32768, 40),
         ("granite-3b-code-instruct-128k", "llama", (32, 32, 80), 10240, 32),
     ],
 )
@@ -209,3 +209,11 @@ def test_typos_are_caught(name: str, tmp_path: Path) -> None:
     assert tried > 110
     assert len(missed) / tried < 0.25
     assert [(number, word) for number, word, line in missed if not UNKNOWABLE.search(line)] == []
+
+
+def test_the_families_are_listed_in_the_docs() -> None:
+    listed = (DESCRIPTIONS.parent / "docs/families.md").read_text(encoding="utf-8")
+    for file in sorted(DESCRIPTIONS.glob("*.yaml")):
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        (row,) = [line for line in listed.splitlines() if line.startswith(f"| {file.stem} |")]
+        assert f"| {lines} |" in row, f"{file.stem} has {lines} lines now: write docs/families.md anew"
