@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tpkit.quant import QuantMethod, QuantOptions
     from tpkit.registry import Registry
     from tpkit.spec import load_spec
+    from tpkit.spec.match import find_spec
 
 _HOMES = {
     "tpkit.building": ["build"],
@@ -44,6 +45,7 @@ _HOMES = {
     "tpkit.quant": ["QuantMethod", "QuantOptions"],
     "tpkit.registry": ["Registry"],
     "tpkit.spec": ["load_spec"],
+    "tpkit.spec.match": ["find_spec"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -69,6 +71,7 @@ __all__ = [
     "TpkitError",
     "UsageError",
     "build",
+    "find_spec",
     "generate",
     "load_spec",
     "open_checkpoint",

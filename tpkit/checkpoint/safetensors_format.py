@@ -18,7 +18,7 @@ from tpkit.checkpoint.stored import Checkpoint, Stored, listed, stamp_of
 from tpkit.dtypes import SAFETENSORS, itemsize
 from tpkit.errors import CheckpointError
 
-__all__ = ["SafetensorsFormat"]
+__all__ = ["INDEX", "SafetensorsFormat", "read_index"]
 
 INDEX = "model.safetensors.index.json"
 #: the library refuses longer headers too
@@ -52,7 +52,7 @@ class SafetensorsFormat:
             return _checkpoint(path, [path], {})
         index = path / INDEX
         if index.exists():
-            weight_map, total = _index(index)
+            weight_map, total = read_index(index)
             files = _listed_files(path, weight_map)
             found = _checkpoint(path, files, weight_map)
             lost = sorted(name for name in weight_map if name not in found.tensors)
@@ -76,7 +76,8 @@ def _checkpoint(path: Path, files: list[Path], weight_map: Mapping[str, str]) ->
     return Checkpoint(path, _headers(files, weight_map), stamps=stamps)
 
 
-def _index(index: Path) -> tuple[dict[str, str], int | None]:
+def read_index(index: Path) -> tuple[dict[str, str], int | None]:
+    """Returns an index file's tensor -> file name, and its total_size in bytes if it states one."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         weight_map = content["weight_map"]

@@ -21,6 +21,8 @@ __all__ = ["main"]
 #: command -> what `tpkit --help` says of it; the module of the same name implements it
 COMMANDS = {
     "build": "build a model from its description and a checkpoint, load it, and generate text",
+    "check": "tell everything that is wrong with a description, and how it fits a checkpoint, without weights",
+    "init": "draft a description from a checkpoint's config.json and the names of its tensors",
     "new": "begin a plugin: a complete, tested quant method to change",
     "plan": "show what every rank would hold, without ranks and without reading a weight",
     "plugins": "list the installed modules, styles, quant methods and checkpoint formats",

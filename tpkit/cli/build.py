@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpkit.cli.common import add_model_arguments, config_of, spec_of, split_of
+from tpkit.cli.common import add_model_arguments, config_of, pick, spec_of, split_of
 from tpkit.distributed.rank import in_launcher
 from tpkit.errors import UsageError
 
@@ -81,6 +81,7 @@ def _prepare(args: argparse.Namespace) -> BoundSpec:
 
     if args.dummy_weights and args.checkpoint is not None:
         raise UsageError("--dummy-weights and --checkpoint exclude each other")
+    pick(args, config_of(args))
     if not args.dummy_weights and args.checkpoint is None:
         args.checkpoint = locate(None, spec_of(args, None))
     spec = spec_of(args, config_of(args))

@@ -14,7 +14,7 @@ from tpkit.registry import Registry
 from tpkit.spec.data import Data, Mark, from_python
 from tpkit.spec.yaml12 import read_yaml
 
-__all__ = ["description_names", "read_config", "read_source"]
+__all__ = ["description_folders", "description_names", "read_config", "read_source"]
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -43,7 +43,7 @@ def _find(source: str, registry: Registry) -> Path:
     path = Path(source)
     if path.is_file():
         return path
-    folders = list(_folders(registry))
+    folders = list(description_folders(registry))
     if path.name == source:
         names = [source] if path.suffix in SUFFIXES else [f"{source}{suffix}" for suffix in SUFFIXES]
         for folder in folders:
@@ -59,7 +59,7 @@ def _find(source: str, registry: Registry) -> Path:
     )
 
 
-def _folders(registry: Registry) -> Iterator[Path]:
+def description_folders(registry: Registry) -> Iterator[Path]:
     """Yields the folders of all installed descriptions, the built-in ones last."""
     builtin = Path(__file__).parents[2] / "model_configs"
     seen = set()
@@ -79,7 +79,9 @@ def _folders(registry: Registry) -> Iterator[Path]:
 
 def description_names(registry: Registry) -> list[str]:
     """Returns the names of all installed descriptions, sorted."""
-    return sorted({p.stem for folder in _folders(registry) for p in folder.iterdir() if p.suffix in SUFFIXES})
+    return sorted(
+        {p.stem for folder in description_folders(registry) for p in folder.iterdir() if p.suffix in SUFFIXES}
+    )
 
 
 def read_config(
