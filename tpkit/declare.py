@@ -92,7 +92,7 @@ class _Walk:
                 Declaration(node=node, style=node.options.style, out=sides.out, in_=sides.in_, forms=forms)
             )
         _check_disable_tp(node, declared)
-        self.children(node, declared)
+        self.children(node, _as_divided(node, declared))
 
     def _projection(self, node: Node, declared: Declared | None) -> Declaration:
         options = node.options
@@ -249,6 +249,24 @@ def _check_style(node: Node, style: Style, sides: Sides) -> None:
         raise SpecError(
             f"{node.where}: {node.path}: style {style.name} is not packed, its output has {len(sides.out)} parts"
         )
+
+
+def _as_divided(node: Node, declared: Declared) -> Declared:
+    """Norms and parameters follow the projections on their axis: where those say disable_tp, they are not divided."""
+    whole = {
+        part.axis
+        for child in node.children
+        if child.kind == "projection" and child.options.disable_tp and child.role in declared.sides
+        for part in (*declared.sides[child.role].in_, *declared.sides[child.role].out)
+    }
+    if not whole:
+        return declared
+    alone = {child.role for child in node.children if child.kind in ("norm", "parameter")}
+    sides = {
+        role: replace(found, out=_undivided(found.out)) if role in alone and found.out[0].axis in whole else found
+        for role, found in declared.sides.items()
+    }
+    return replace(declared, sides=sides)
 
 
 def _check_disable_tp(node: Node, declared: Declared) -> None:

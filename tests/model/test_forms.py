@@ -78,6 +78,33 @@ def test_projections_that_are_not_divided(overrides: dict[str, Any], families: F
     assert off(all_equal(results), made.logits) < TOLERANCE
 
 
+ATTENTION = "tree.model.layers.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("tiny", "projections"),
+    [
+        (Tiny(family="olmo2", heads=6, hidden=96), [f"{ATTENTION}.qkv_proj", f"{ATTENTION}.o_proj"]),
+        (
+            Tiny(family="cohere", heads=6, hidden=96, tied=True, fields='{"use_qk_norm": true}'),
+            [f"{ATTENTION}.qkv_proj", f"{ATTENTION}.o_proj"],
+        ),
+        (
+            Tiny(family="bloom", heads=6, kv=6, hidden=96, tied=True),
+            [f"tree.transformer.h.self_attention.{name}" for name in ("query_key_value", "dense")],
+        ),
+    ],
+    ids=["norms over all heads", "weights per head", "slopes"],
+)
+def test_what_lies_on_the_heads_follows_projections_that_are_not_divided(
+    tiny: Tiny, projections: list[str], families: Families, ranks: Ranks
+) -> None:
+    made = families.make(tiny)
+    overrides = {f"{path}.disable_tp": True for path in projections}
+    results = ranks(3).run(logits_of, tiny.description, made.folder, made.ids, {"overrides": overrides})
+    assert off(all_equal(results), made.logits) < TOLERANCE
+
+
 @pytest.mark.parametrize("tp", [1, 3])
 def test_bfloat16_is_close_to_float32(tp: int, families: Families, ranks: Ranks) -> None:
     made = families.make(Tiny(family="qwen3", dtype="bfloat16"))
