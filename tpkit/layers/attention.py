@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tpkit.errors import UsageError
+from tpkit.errors import SpecError, UsageError
 from tpkit.layers.alibi import Alibi
 from tpkit.layers.context import ForwardContext
 from tpkit.layers.norm import Norm
@@ -47,6 +47,9 @@ class Attention(RoleModule):
         self.window, self.chunk = options.window, options.chunk
         self.softcap, self.clip = options.softcap, options.clip
         self.temperature, self.max_positions = options.temperature, options.max_positions
+        for role in ("q_norm", "k_norm"):
+            if not isinstance(self.child(role), Norm | None):
+                raise SpecError(f"attention: its {role} is a norm, not a {type(self.child(role)).__name__}")
         self.slot = build.cache_slot(self.kv_heads, options.head_dim)
         # in a list, so that the layers' common embedding is not registered once under each of them
         self._rotary = [build.rotary(options.rope, options.head_dim)] if options.rope is not None else []
@@ -96,7 +99,7 @@ class Attention(RoleModule):
     def _normed(self, x: torch.Tensor, role: str, *, across: bool = False, after: str | None = None) -> torch.Tensor:
         """Normalises by the child in a role, where this is the place for it."""
         norm = self.child(role)
-        if not isinstance(norm, Norm) or (norm.over != "head") != across or (not across and norm.after != after):
+        if norm is None or (norm.over != "head") != across or (not across and norm.after != after):
             return x
         return norm(x)  # type: ignore[no-any-return]
 

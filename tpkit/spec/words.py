@@ -163,6 +163,8 @@ class NormOptions(Options):
     def _check(self) -> NormOptions:
         if self.weight is not None and self.over != "head":
             raise ValueError(f"weight: {self.weight} is of a norm over: head")
+        if self.after is not None and self.over != "head":
+            raise ValueError(f"after: {self.after} is of a norm over: head; what is turned are heads")
         if not self.affine and (self.zero_centered or self.weight is not None):
             raise ValueError("a norm without a weight (affine: false) has neither zero_centered nor weight")
         return self
