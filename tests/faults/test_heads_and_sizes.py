@@ -130,10 +130,8 @@ def test_a_norm_of_each_head_needs_no_other_rank_and_is_whole_everywhere(familie
 
 def test_a_norm_over_a_width_that_is_not_known_here_is_refused() -> None:
     config = Tiny(family="qwen3").config()
-    with pytest.raises(tpkit.SpecError, match=r"q_norm.*all_heads.*head"):
-        spec = tpkit.load_spec(
-            "qwen3", config=config, overrides={"tree.model.layers.self_attn.q_norm.over": "all_heads"}
-        )
+    with pytest.raises(tpkit.SpecError, match=r"q_norm.*'heads'.*all_heads, head"):
+        spec = tpkit.load_spec("qwen3", config=config, overrides={"tree.model.layers.self_attn.q_norm.over": "heads"})
         tpkit.plan_model(spec, ranks=2)
 
 

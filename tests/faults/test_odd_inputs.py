@@ -60,12 +60,20 @@ def test_a_field_that_changes_the_model_and_is_not_read_is_refused(fields: dict[
     ("fields", "said"),
     [
         ({"model_type": "llama", "architectures": ["GPT2LMHeadModel"]}, "is of llama, GPT2LMHeadModel"),
-        ({"model_type": None, "architectures": ["MistralForCausalLM"], "sliding_window": 3}, "names no model_type"),
+        (
+            {"model_type": None, "architectures": ["MistralForCausalLM"], "sliding_window": 3},
+            "is of MistralForCausalLM",
+        ),
     ],
 )
 def test_a_config_json_of_something_else_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         tpkit.load_spec("llama", config=CONFIG | fields)
+
+
+def test_a_config_json_that_may_be_of_several_models_is_refused() -> None:
+    with pytest.raises(SpecError, match="names no model_type"):
+        tpkit.load_spec("falcon", config=CONFIG | {"model_type": None, "architectures": ["FalconForCausalLM"]})
 
 
 def test_an_infinite_field_is_refused() -> None:

@@ -108,14 +108,14 @@ class LearnedPositions(ShardedModule):
     """Adds a learned row for each position to the hidden state; every rank holds the whole table."""
 
     takes_context = True
-    offset: int
+    first_row: int
 
     @classmethod
     def of(cls, sharded: Sharded, tp: TensorParallel, offset: int = 0) -> Self:
         """Returns a table for a shard that is made already; `offset` is the row of position 0."""
         made = cls.__new__(cls)
         ShardedModule.__init__(made, sharded, tp)
-        made.offset = offset
+        made.first_row = offset
         return made
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -124,12 +124,12 @@ class LearnedPositions(ShardedModule):
         Raises:
             UsageError: for positions that the table does not have.
         """
-        last, rows = self.offset + context.past + context.length, side_size(self.sharded.layer.spec.out)
+        last, rows = self.first_row + context.past + context.length, side_size(self.sharded.layer.spec.out)
         if last > rows:
             needed = context.past + context.length
-            raise UsageError(f"{self._name()}: {needed} tokens; the model learned {rows - self.offset} positions")
+            raise UsageError(f"{self._name()}: {needed} tokens; the model learned {rows - self.first_row} positions")
         assert self.quant_method is not None  # noqa: S101 - every table has one
-        return x + self.quant_method.embedding(self, context.positions + self.offset).to(x.dtype)
+        return x + self.quant_method.embedding(self, context.positions + self.first_row).to(x.dtype)
 
 
 class ParallelLMHead(ParallelLinear):
