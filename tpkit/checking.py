@@ -157,8 +157,6 @@ def _by_index(stage: Stage, spec: BoundSpec, index: Checkpoint) -> ModelPlan:
 
 def _wanted(prepared: Prepared) -> dict[str, Any]:
     """Returns the header that every tensor should have, by name, in every form in which a layer may be stored."""
-    from math import prod
-
     from tpkit.checkpoint.stored import Stored
     from tpkit.geometry import stored_shape
     from tpkit.partition import side_size
@@ -170,8 +168,7 @@ def _wanted(prepared: Prepared) -> dict[str, Any]:
         owner = owners.get(layer.tied_to or "", layer)
         for _, on_disk, param in owner.stored:
             for source in (source for form in layer.forms for source in form):
-                shape = stored_shape(param, source, side_size(owner.in_))
-                shape = tuple(reversed(shape)) if param.transposed else (prod(shape),) if param.flattened else shape
+                shape = param.on_disk(stored_shape(param, source, side_size(owner.in_)))
                 header = Stored(dtype=param.dtype, shape=shape, file=Path("(index)"), begin=0)
                 found[source.tensor(on_disk)] = header
     return found

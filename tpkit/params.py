@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from tpkit.dtypes import FLOATS, RANGES, dtype_name
@@ -156,6 +157,10 @@ class ParamSpec:
             _check_default(default, self.dtype, "blob" in words)
         if transposed and flattened:
             raise PluginError(f"{self.dims}: transposed and flattened exclude each other")
+
+    def on_disk(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that is stored, for the shape of its dimensions as they are declared."""
+        return tuple(reversed(shape)) if self.transposed else (prod(shape),) if self.flattened else shape
 
     @property
     def is_blob(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
-from math import inf, prod
+from math import inf
 from pathlib import Path
 
 from tpkit.checkpoint.findings import looks_quantised
@@ -255,7 +255,6 @@ def derived_checkpoint(plan: ModelPlan) -> Checkpoint:
         in_size = side_size(layer.spec.in_)
         for _, on_disk, spec in layer.spec.stored:
             for source in layer.form:
-                shape = stored_shape(spec, source, in_size)
-                shape = tuple(reversed(shape)) if spec.transposed else (prod(shape),) if spec.flattened else shape
+                shape = spec.on_disk(stored_shape(spec, source, in_size))
                 tensors[source.tensor(on_disk)] = Stored(dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0)
     return Checkpoint(Path("(derived)"), tensors)

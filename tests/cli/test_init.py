@@ -54,6 +54,13 @@ def fits(capsys: Capture, out: Path, folder: Path) -> None:
     assert code == 0, capsys.readouterr().out + out.read_text()
 
 
+def fitting(capsys: Capture, folder: Path, out: Path) -> tuple[str, str]:
+    """Drafts a description that must fit its checkpoint; returns what was said, and the draft."""
+    said = drafted(capsys, folder, out)
+    fits(capsys, out, folder)
+    return said, out.read_text()
+
+
 def test_an_installed_description_is_named_instead(tmp_path: Path, capsys: Capture) -> None:
     folder = small.write(tmp_path / "c")
     said = drafted(capsys, folder, tmp_path / "out.yaml")
@@ -107,9 +114,7 @@ def test_fused_biased_and_with_norms_on_heads(tmp_path: Path, capsys: Capture) -
             tensors[name] = tensor
     folder = small.write(tmp_path / "c", tensors, **IDENTITY)
     out = tmp_path / "out.yaml"
-    said = drafted(capsys, folder, out)
-    fits(capsys, out, folder)
-    text = out.read_text()
+    said, text = fitting(capsys, folder, out)
     assert "query_key_value: {style: qkv, fused: [q, k, v], bias: true}" in text
     assert "key_layernorm: {norm: rms, role: k_norm, over: head}" in text
     assert "Shapes cannot tell" in said
@@ -134,9 +139,7 @@ def test_names_of_gpt_style_with_layer_norms(tmp_path: Path, capsys: Capture) ->
         json.dumps({"architectures": ["OtherLM"], "model_type": "other", **sizes, **said_also})
     )
     out = tmp_path / "out.yaml"
-    said = drafted(capsys, folder, out)
-    fits(capsys, out, folder)
-    text = out.read_text()
+    said, text = fitting(capsys, folder, out)
     assert "hidden_size: {from: n_embd, default: 32}" in text
     assert "intermediate_size: 4 * hidden_size" in text
     assert "transposed: true" in text

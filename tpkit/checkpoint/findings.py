@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 
 from tpkit.checkpoint.stored import Checkpoint, Stored, listed
@@ -77,7 +76,7 @@ def check_header(
     tensor: str, stored: Stored, param: ParamSpec, shape: tuple[int, ...], findings: Findings, spec: LayerSpec
 ) -> None:
     """Notes a stored tensor whose shape (up to dimensions of one element) or type is not the parameter's."""
-    wanted = tuple(reversed(shape)) if param.transposed else (prod(shape),) if param.flattened else shape
+    wanted = param.on_disk(shape)
     if _squeezed(stored.shape) != _squeezed(wanted):
         hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
         findings.add(

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Names the installed description that serves the model, or drafts one."""
     from tpkit.registry import Registry
     from tpkit.spec.find import read_config
-    from tpkit.spec.match import claims, find_description, matching
+    from tpkit.spec.match import claims, matching, one_of
 
     registry = Registry.default()
     source, config, folder = read_config(args.model, registry)
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     for line in broken:
         sys.stderr.write(f"not looked at: {line}\n")
     place = folder or args.model
-    if matching(config, found):
-        claim = find_description(args.model)  # raises where several are left
+    if matched := matching(config, found):
+        claim = one_of(matched, args.model, registry, whole=config, source=source, folder=folder)
         sys.stdout.write(
             f"{claim.name} describes this model ({claim.path}); nothing is drafted\n\n{_next('auto', place)}"
         )

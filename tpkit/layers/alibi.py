@@ -51,12 +51,16 @@ class Alibi:
         self, options: AlibiOptions, heads: int, own: tuple[int, int], scale: float, device: torch.device
     ) -> None:
         found = slopes(heads, options.slopes, options.max_bias)[own[0] : own[1]]
+        self.key = ("alibi", tuple(found), scale if options.scaled else 1.0, options.dtype)
         self.slopes = torch.tensor(found, dtype=torch.float32, device=device)[:, None, None]
         self.factor = scale if options.scaled else 1.0
         self.rounded = torch.bfloat16 if options.dtype == "bfloat16" else None
 
     def bias(self, context: ForwardContext) -> torch.Tensor:
-        """Returns ``[heads, L, past + L]`` float32, what is added to the scores."""
+        """Returns ``[heads, L, past + L]`` float32, what is added to the scores; layers of the same kind share it."""
+        return context.once(self.key, lambda: self._made(context))
+
+    def _made(self, context: ForwardContext) -> torch.Tensor:
         if self.rounded is None:
             return context.distance() * -self.slopes * self.factor
         # rounded, a bias is no function of the distance alone: it grows with the key's position

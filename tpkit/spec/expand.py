@@ -135,7 +135,7 @@ class Expander:
         if not needed <= set(roles.values()):
             return None
         try:
-            declared = draft.plugin.declare(options, self.values.value("hidden_size"), styles)
+            declared: Declared = draft.plugin.declare(options, self.values.value("hidden_size"), styles)
         except (TpkitError, ArithmeticError) as error:
             self.problems.add(draft.mark, draft.where, told(error))
             return None
@@ -143,8 +143,7 @@ class Expander:
             sides = declared.sides.get(roles[child.name])
             if sides is not None:
                 check_parts(child, sides.out, self.problems)
-        found: Declared = declared
-        return found
+        return declared
 
     def _forward(self, draft: Draft, active: list[Draft]) -> tuple[Step, ...] | None:
         if draft.steps is None:

@@ -23,7 +23,7 @@ from tpkit.spec.find import SUFFIXES, description_folders, read_config
 from tpkit.spec.reading import text_part
 from tpkit.spec.yaml12 import read_yaml
 
-__all__ = ["Claim", "Identity", "claims", "find_description", "find_spec", "identity_of", "matching"]
+__all__ = ["Claim", "Identity", "claims", "find_description", "find_spec", "identity_of", "matching", "one_of"]
 
 #: top-level keys that say which models a description is of
 _IDENTITY = ("architectures", "model_types", "stored_as")
@@ -106,13 +106,38 @@ def find_description(config: str | os.PathLike[str] | Mapping[str, Any], *, regi
     source, whole, folder = read_config(config, registry)
     found, broken = claims(registry)
     matched = matching(whole, found)
+    if not matched:
+        raise _none(found, whole, source, broken)
+    return one_of(matched, config, registry, whole=whole, source=source, folder=folder)
+
+
+def one_of(
+    matched: list[Claim],
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    registry: Registry,
+    *,
+    whole: Mapping[str, Any],
+    source: str,
+    folder: Path | None,
+) -> Claim:
+    """Returns the one of some matching descriptions that a checkpoint's tensors are of.
+
+    Args:
+        matched: what `matching` returned, at least one.
+        config: as `find_spec` takes it.
+        registry: for what their trees name.
+        whole, source, folder: what `read_config` made of `config`.
+
+    Raises:
+        SpecError: if several are left.
+    """
     if len(matched) > 1:
         from tpkit.spec.names import by_names
 
         matched = by_names(matched, config, folder, registry)
-    if len(matched) == 1:
-        return matched[0]
-    raise _several(matched, whole, source) if matched else _none(found, whole, source, broken)
+    if len(matched) > 1:
+        raise _several(matched, whole, source)
+    return matched[0]
 
 
 def claims(registry: Registry) -> tuple[list[Claim], list[str]]:
