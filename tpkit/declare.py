@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tpkit.errors import ShardingError, SpecError
 from tpkit.layout import Source, fused
-from tpkit.modules import Declared, ModuleType, Sides, hidden
+from tpkit.modules import Child, Declared, ModuleType, Sides, hidden
 from tpkit.params import Dim, Fixed, Out
 from tpkit.partition import Axis, Features, Side, side_size
 from tpkit.registry import Registry
@@ -79,12 +79,19 @@ class _Walk:
             elif child.kind == "module":
                 self._module(child)
             else:
-                self.children(child, None)
+                self.children(child, declared)
+                continue
+            if child.kind == "projection":
+                self.children(child, declared)
 
     def _module(self, node: Node) -> None:
         kind: type[ModuleType] = self.registry.load("module", node.word)
-        styles = {child.role: child.word for child in node.children if child.kind == "projection"}
-        declared = kind.declare(node.options, self.hidden_size, styles)
+        children = {
+            m.node.role: Child(style=m.node.word, copies=m.copies)
+            for m in node.members()
+            if m.node.kind == "projection"
+        }
+        declared = kind.declare(node.options, self.hidden_size, children)
         if "" in declared.sides:
             sides = declared.sides[""]
             forms = (fused(self._disk(node.path), sides.out),)
@@ -109,7 +116,7 @@ class _Walk:
             style=node.word,
             out=sides.out,
             in_=sides.in_,
-            forms=self._stored(node, sides.out),
+            forms=self._stored(node, sides.out, declared),
             bias=options.bias,
             tied_to=options.tied.to if options.tied else None,
         )
@@ -182,16 +189,16 @@ class _Walk:
             weights=tuple((name, dims) for name in names),
         )
 
-    def _stored(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
+    def _stored(self, node: Node, out: Side, declared: Declared | None) -> tuple[tuple[Source, ...], ...]:
         try:
-            return self._forms(node, out)
+            return self._forms(node, out, declared.counts if declared else {})
         except ShardingError as cause:
             raise SpecError(f"{node.where}: {node.path}: {cause.message}", hint=cause.hint) from cause
 
-    def _forms(self, node: Node, out: Side) -> tuple[tuple[Source, ...], ...]:
+    def _forms(self, node: Node, out: Side, counts: Mapping[str, int]) -> tuple[tuple[Source, ...], ...]:
         """Stored apart where `packs` names the parts, or fused under the projection's own name."""
         options, path = node.options, self._disk(node.path)
-        whole = (fused(path, out, *_layout(node, options.fused, out)),)
+        whole = (fused(path, out, *_layout(options.fused, out, counts)),)
         if not options.packs:
             return whole
         parent = path.rpartition(".")[0]
@@ -201,7 +208,7 @@ class _Walk:
             names = pack.layout.order if pack.layout else [rest[0].name] if rest else []
             parts = tuple(part for part in rest if part.name in names)
             name = f"{parent}.{pack.name}" if parent else pack.name
-            sources += fused(name, parts, *_layout(node, pack.layout, parts))
+            sources += fused(name, parts, *_layout(pack.layout, parts, counts))
             rest = [part for part in rest if part not in parts]
         if rest:
             raise ShardingError(f"nothing is packed into {', '.join(part.name for part in rest)}")
@@ -214,23 +221,22 @@ class _Walk:
         return path
 
 
-def _layout(node: Node, layout: Layout | None, side: Side) -> tuple[Sequence[str] | None, int]:
+def _layout(layout: Layout | None, side: Side, counts: Mapping[str, int]) -> tuple[Sequence[str] | None, int]:
     """Returns the order of segments in a stored tensor and how often it recurs."""
     if layout is None or layout.per is None:
         return (None if layout is None else layout.order), 1
-    counts = {"channel": min(part.size for part in side)}
-    for part in side:
-        if part.axis is not None and part.axis.groups is not None:
-            counts |= {"head": part.axis.units, "kv_head": part.axis.groups}
-    if layout.per not in counts:
-        raise ShardingError(f"per: {layout.per}; here it can be one of {', '.join(sorted(counts))}")
-    shared = [part.name for part in side if part.grouped and part.axis and part.axis.groups != part.axis.units]
-    if layout.per == "head" and shared:
+    known = {"channel": min(part.size for part in side), **counts}
+    if layout.per not in known:
+        raise ShardingError(f"per: {layout.per}; here it can be one of {', '.join(sorted(known))}")
+    often = known[layout.per]
+    shared = [part for part in side if layout.per != "channel" and part.axis is not None and part.count % often]
+    if shared:
         raise ShardingError(
-            f"per: head, but {' and '.join(shared)} have {counts['kv_head']} heads for {counts['head']} query heads",
+            f"per: {layout.per}, which are {often}, but {' and '.join(part.name for part in shared)} come in "
+            f"{shared[0].count}",
             hint="rows that recur for each kv head, with its query heads, are per: kv_head",
         )
-    return layout.order, counts[layout.per]
+    return layout.order, often
 
 
 def _undivided(side: Side) -> Side:
@@ -255,13 +261,13 @@ def _as_divided(node: Node, declared: Declared) -> Declared:
     """Norms and parameters follow the projections on their axis: where those say disable_tp, they are not divided."""
     whole = {
         part.axis
-        for child in node.children
+        for child in (member.node for member in node.members())
         if child.kind == "projection" and child.options.disable_tp and child.role in declared.sides
         for part in (*declared.sides[child.role].in_, *declared.sides[child.role].out)
     }
     if not whole:
         return declared
-    alone = {child.role for child in node.children if child.kind in ("norm", "parameter")}
+    alone = {member.node.role for member in node.members() if member.node.kind in ("norm", "parameter")}
     sides = {
         role: replace(found, out=_undivided(found.out)) if role in alone and found.out[0].axis in whole else found
         for role, found in declared.sides.items()
@@ -272,7 +278,7 @@ def _as_divided(node: Node, declared: Declared) -> Declared:
 def _check_disable_tp(node: Node, declared: Declared) -> None:
     """An axis of a module is divided for all its projections or for none: partners must agree."""
     seen: dict[Axis, tuple[bool, str]] = {}
-    for child in node.children:
+    for child in (member.node for member in node.members()):
         if child.kind != "projection" or child.role not in declared.sides:
             continue
         sides = declared.sides[child.role]

@@ -44,7 +44,8 @@ class BuildContext:
     tp: TensorParallel
     device: torch.device
     own: Sharded | None = None
-    cache_shapes: list[tuple[int, int]] = field(default_factory=list)
+    cache_shapes: list[tuple[int, int, int]] = field(default_factory=list)
+    state_shapes: list[tuple[int, ...]] = field(default_factory=list)
     _rotaries: dict[object, Rotary] = field(default_factory=dict)
 
     def own_shard(self) -> Sharded:
@@ -57,10 +58,21 @@ class BuildContext:
             raise PluginError("a module type asks for its own shard, but declares no side ''")
         return self.own
 
-    def cache_slot(self, kv_heads: int, head_dim: int) -> int:
-        """Reserves a place in the KV cache for this rank's kv heads and returns its number."""
-        self.cache_shapes.append((kv_heads, head_dim))
+    def cache_slot(self, kv_heads: int, head_dim: int, value_dim: int | None = None) -> int:
+        """Reserves a place in the KV cache for this rank's kv heads and returns its number.
+
+        Args:
+            kv_heads: heads whose keys and values are kept.
+            head_dim: features of a key.
+            value_dim: features of a value; None: as many.
+        """
+        self.cache_shapes.append((kv_heads, head_dim, head_dim if value_dim is None else value_dim))
         return len(self.cache_shapes) - 1
+
+    def state_slot(self, *shape: int) -> int:
+        """Reserves a place in the cache for a state ``[B, *shape]`` that does not grow, and returns its number."""
+        self.state_shapes.append(shape)
+        return len(self.state_shapes) - 1
 
     def rotary(self, options: RopeOptions, head_dim: int) -> Rotary:
         """Returns the rotary embedding for these options; layers with the same share one."""
@@ -121,7 +133,7 @@ class Maker:
         return self._module(node)
 
     def _module(self, node: Node) -> nn.Module:
-        children = {child.role: (child.name, self.make(child)) for child in node.children}
+        children = {m.node.role: (m.name, self.make(m.node)) for m in node.members()}
         self.context.own = self._sharded(node) if node.path in self.plan.layers else None
         built: nn.Module = self.registry.load("module", node.word).build(node.options, children, self.context)
         return self._keep(node, built) if isinstance(built, ShardedModule) else built

@@ -41,6 +41,7 @@ class Model(Container):
             add_child(self, child, maker.make(child))
         _check_ends(plan)
         self.cache_shapes = tuple(maker.context.cache_shapes)
+        self.state_shapes = tuple(maker.context.state_shapes)
         self.sharded_modules: Mapping[str, ShardedModule] = maker.made
 
     @property
@@ -69,7 +70,14 @@ class Model(Container):
 
     def new_cache(self, batch: int, length: int) -> KVCache:
         """Returns an empty KV cache for `batch` sequences of up to `length` tokens, for this rank's kv heads."""
-        return KVCache(self.cache_shapes, batch=batch, length=length, dtype=self.dtype, device=self.device)
+        return KVCache(
+            self.cache_shapes,
+            self.state_shapes,
+            batch=batch,
+            length=length,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor, cache: KVCache | None = None, *, last_only: bool = False

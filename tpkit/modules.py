@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,7 +19,21 @@ if TYPE_CHECKING:
 
     from tpkit.making import BuildContext
 
-__all__ = ["Attention", "Declared", "Mlp", "ModuleType", "Options", "Plain", "Role", "Sides"]
+__all__ = [
+    "Axis",
+    "Child",
+    "Children",
+    "Declared",
+    "Features",
+    "ModuleType",
+    "Options",
+    "Plain",
+    "Role",
+    "RopeOptions",
+    "Side",
+    "Sides",
+    "hidden",
+]
 
 
 #: built children: role -> (name, module)
@@ -41,6 +55,7 @@ class Role:
     """A child that a module type needs or takes.
 
     A child has the role of its ``role:``, else of its name, else of its style where only one role takes that style.
+    It stands in the module's mapping itself, or in a container or a projection in that.
 
     Attributes:
         name: the role.
@@ -53,6 +68,19 @@ class Role:
     styles: tuple[str, ...] = ()
     required: bool = True
     module: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A projection that fills a role, as a module type sees it.
+
+    Attributes:
+        style: its style.
+        copies: how many alike ones there are (experts); None: it is a single one.
+    """
+
+    style: str
+    copies: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +99,13 @@ class Declared:
         sides: by role; "" is the module itself. A norm or parameter has an `out` side alone: what it lies on.
         widths: what ``over:`` of a norm may name -> how many features that is.
         whole: what ``over:`` may name for all of the side that the norm lies on, over all ranks.
+        counts: what ``per:`` of a layout may name -> how often the order recurs.
     """
 
     sides: Mapping[str, Sides]
     widths: Mapping[str, int] = field(default_factory=dict)
     whole: frozenset[str] | set[str] = frozenset()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def width(self, role: str, over: str) -> int | None:
         """Returns how many features a norm in a role normalises together; None if `over` means nothing there."""
@@ -99,13 +129,13 @@ class ModuleType:
     roles: ClassVar[tuple[Role, ...]] = ()
 
     @classmethod
-    def declare(cls, options: Any, hidden_size: int, styles: Mapping[str, str]) -> Declared:
+    def declare(cls, options: Any, hidden_size: int, children: Mapping[str, Child]) -> Declared:
         """Returns the sides of its children for bound options. Pure.
 
         Args:
             options: a validated instance of `Options`.
             hidden_size: width of the hidden state that the module takes and gives.
-            styles: the style by role of the children that are there.
+            children: by role, the projections that are there.
         """
         raise NotImplementedError
 
@@ -162,137 +192,3 @@ class RopeOptions(Options):
         if isinstance(self.scaling, dict):
             with_lengths(self.scaling, original_length=self.original_length, max_length=self.max_length)
         return self
-
-
-class AlibiOptions(Options):
-    """Linear biases (Press et al. 2022, arXiv:2108.12409): each score falls with the distance, by its head's slope.
-
-    Attributes:
-        slopes: of heads that are no power of two: those of the power below, and every other one of twice that
-            ("below"); or those of the power above, every other one first ("above").
-        max_bias: the smallest slope is ``2 ** -max_bias``.
-        scaled: the bias is multiplied by the scale of the scores.
-        dtype: positions are multiplied in this type; what it rounds belongs to the model.
-    """
-
-    slopes: Literal["below", "above"] = "below"
-    max_bias: float = Field(default=8.0, gt=0)
-    scaled: bool = False
-    dtype: Annotated[Literal["float32", "bfloat16"], Plain()] = "float32"
-
-
-class TemperatureOptions(Options):
-    """Queries at position p are multiplied by ``1 + beta * log(1 + floor((p + offset) / length))``."""
-
-    beta: float
-    length: float = Field(gt=0)
-    offset: int = Field(default=0, ge=0)
-
-
-class AttentionOptions(Options):
-    """Words of ``module: attention``.
-
-    Attributes:
-        window: a query sees this many keys, itself among them.
-        chunk: a query sees the keys of its own run of this many positions.
-        scale: of the scores; None: ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
-        max_positions: more of them are refused: the model treats them in a way that is not computed here.
-        clip: queries, keys and values are kept within -clip to clip.
-    """
-
-    heads: int = Field(default="num_attention_heads")  # type: ignore[assignment]
-    kv_heads: int = Field(default="num_key_value_heads")  # type: ignore[assignment]
-    head_dim: int = Field(default="head_dim")  # type: ignore[assignment]
-    rope: RopeOptions | None = None
-    alibi: AlibiOptions | None = None
-    temperature: TemperatureOptions | None = None
-    window: int | None = Field(default=None, gt=0)
-    chunk: int | None = Field(default=None, gt=0)
-    scale: float | None = None
-    softcap: float | None = Field(default=None, gt=0)
-    clip: float | None = Field(default=None, gt=0)
-    max_positions: int | None = Field(default=None, gt=0)
-
-
-class Attention(ModuleType):
-    """Grouped-query attention. Query heads and their kv heads are one axis, so they are never told apart."""
-
-    Options = AttentionOptions
-    roles = (
-        Role(name="qkv_proj", styles=("qkv",)),
-        Role(name="o_proj", styles=("row",)),
-        Role(name="q_norm", required=False),
-        Role(name="k_norm", required=False),
-    )
-
-    @classmethod
-    def declare(cls, options: AttentionOptions, hidden_size: int, styles: Mapping[str, str]) -> Declared:
-        heads = Axis(name="heads", units=options.heads, groups=options.kv_heads)
-        q = Features(name="q", axis=heads, unit=options.head_dim)
-        k = Features(name="k", axis=heads, unit=options.head_dim, grouped=True)
-        v = Features(name="v", axis=heads, unit=options.head_dim, grouped=True)
-        return Declared(
-            sides={
-                "qkv_proj": Sides(in_=hidden(hidden_size), out=(q, k, v)),
-                "o_proj": Sides(in_=(Features(name="", axis=heads, unit=options.head_dim),), out=hidden(hidden_size)),
-                "q_norm": Sides(in_=(), out=(q,)),
-                "k_norm": Sides(in_=(), out=(k,)),
-            },
-            widths={"head": options.head_dim},
-            whole={"all_heads"},
-        )
-
-    @classmethod
-    def build(
-        cls, options: AttentionOptions, children: Mapping[str, tuple[str, nn.Module]], context: BuildContext
-    ) -> nn.Module:
-        from tpkit.layers.attention import Attention as Built
-
-        return Built(options, children, context)
-
-
-#: names of config.json; `tpkit.layers.mlp` computes them
-Activation = Literal[
-    "child", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "linear", "mish", "quick_gelu", "relu",
-    "relu2", "relu6", "silu", "swish", "tanh",
-]  # fmt: skip
-
-
-class MlpOptions(Options):
-    """Words of ``module: mlp``. ``activation: child`` is what the child in that role computes."""
-
-    width: int = Field(default="intermediate_size")  # type: ignore[assignment]
-    activation: Activation
-
-
-class Mlp(ModuleType):
-    """Feed-forward. Gated (``act(gate) * up``) with a merged_column projection, plain with a column one."""
-
-    Options = MlpOptions
-    roles = (
-        Role(name="up_proj", styles=("merged_column", "column")),
-        Role(name="down_proj", styles=("row",)),
-        Role(name="activation", required=False, module=True),
-    )
-
-    @classmethod
-    def declare(cls, options: MlpOptions, hidden_size: int, styles: Mapping[str, str]) -> Declared:
-        ffn = Axis(name="ffn", units=options.width)
-        gate, up, whole = (Features(name=name, axis=ffn) for name in ("gate", "up", ""))
-        return Declared(
-            sides={
-                "up_proj": Sides(
-                    in_=hidden(hidden_size), out=(whole,) if styles["up_proj"] == "column" else (gate, up)
-                ),
-                "down_proj": Sides(in_=(whole,), out=hidden(hidden_size)),
-            }
-        )
-
-    @classmethod
-    def build(
-        cls, options: MlpOptions, children: Mapping[str, tuple[str, nn.Module]], context: BuildContext
-    ) -> nn.Module:
-        from tpkit.layers.mlp import Mlp as Built
-
-        return Built(options, children, context)

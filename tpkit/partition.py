@@ -89,12 +89,16 @@ class Features:
     grouped: bool = False
 
     @property
+    def count(self) -> int:
+        """Units of the axis (groups if `grouped`); 1 without an axis."""
+        if self.axis is None:
+            return 1
+        return self.axis.units if not self.grouped or self.axis.groups is None else self.axis.groups
+
+    @property
     def size(self) -> int:
         """Elements of the whole segment."""
-        if self.axis is None:
-            return self.unit
-        count = self.axis.units if not self.grouped or self.axis.groups is None else self.axis.groups
-        return count * self.unit
+        return self.count * self.unit
 
     def bounds(self, share: Share | None) -> tuple[int, int]:
         """Returns the elements ``(start, stop)`` of this segment that belong to a share of its axis."""

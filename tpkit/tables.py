@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from tpkit.modules import Children, Declared, ModuleType, Options, Plain, Sides, hidden
+from tpkit.modules import Child, Children, Declared, ModuleType, Options, Plain, Sides, hidden
 from tpkit.partition import Axis, Features
 
 if TYPE_CHECKING:
@@ -35,14 +35,12 @@ class Embedding(ModuleType):
     Options = EmbeddingOptions
 
     @classmethod
-    def declare(cls, options: EmbeddingOptions, hidden_size: int, styles: Mapping[str, str]) -> Declared:
+    def declare(cls, options: EmbeddingOptions, hidden_size: int, children: Mapping[str, Child]) -> Declared:
         axis = Axis(name="vocab", units=options.rows, divided=options.style == "vocab")
         return Declared(sides={"": Sides(in_=hidden(options.width), out=(Features(name="", axis=axis),))})
 
     @classmethod
-    def build(
-        cls, options: EmbeddingOptions, children: Mapping[str, tuple[str, nn.Module]], context: BuildContext
-    ) -> nn.Module:
+    def build(cls, options: EmbeddingOptions, children: Children, context: BuildContext) -> nn.Module:
         from tpkit.layers.embedding import VocabParallelEmbedding
 
         return VocabParallelEmbedding.of(
@@ -69,7 +67,7 @@ class Positions(ModuleType):
     Options = PositionsOptions
 
     @classmethod
-    def declare(cls, options: PositionsOptions, hidden_size: int, styles: Mapping[str, str]) -> Declared:
+    def declare(cls, options: PositionsOptions, hidden_size: int, children: Mapping[str, Child]) -> Declared:
         return Declared(sides={"": Sides(in_=hidden(hidden_size), out=hidden(options.rows + options.offset))})
 
     @classmethod

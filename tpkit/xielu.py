@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tpkit.modules import Children, Declared, ModuleType, Role
+from tpkit.modules import Child, Children, Declared, ModuleType, Role
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ class Xielu(ModuleType):
     roles = tuple(Role(name=name) for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
     @classmethod
-    def declare(cls, options: Any, hidden_size: int, styles: Mapping[str, str]) -> Declared:
+    def declare(cls, options: Any, hidden_size: int, children: Mapping[str, Child]) -> Declared:
         return Declared(sides={})
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpkit import modules, styles, tables
+from tpkit import attention, feedforward, styles, tables
 from tpkit.errors import SpecError
 from tpkit.registry import Registry
 from tpkit.spec import Description, describe
@@ -21,7 +21,7 @@ NAMES = ("llama", "qwen2", "qwen3")
 def registry() -> Registry:
     """The built-in words, whether or not tpkit is installed."""
     made = Registry()
-    for name, target in (("attention", modules.Attention), ("mlp", modules.Mlp), ("embedding", tables.Embedding)):
+    for name, target in (("attention", attention.Attention), ("mlp", feedforward.Mlp), ("embedding", tables.Embedding)):
         made.register("module", name, target)
     for name in ("column", "row", "qkv", "merged_column", "vocab", "replicated"):
         made.register("style", name, getattr(styles, name))

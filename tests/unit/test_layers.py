@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from tpkit.distributed.group import TensorParallel
 from tpkit.errors import UsageError
+from tpkit.feedforward import Activation
 from tpkit.layers import (
     ColumnParallelLinear,
     ForwardContext,
@@ -24,7 +25,6 @@ from tpkit.layers import (
 )
 from tpkit.layers.context import KVCache
 from tpkit.layers.mlp import ACTIVATIONS
-from tpkit.modules import Activation
 
 SIZES = [1, 2, 3, 5]
 
@@ -223,7 +223,7 @@ def test_masks_show_the_past_and_no_more_than_the_window(window: int | None, pas
 
 
 def test_a_full_cache_says_how_many_tokens_it_holds() -> None:
-    cache = KVCache([(1, 2)], batch=1, length=3, dtype=torch.float32)
+    cache = KVCache([(1, 2, 2)], batch=1, length=3, dtype=torch.float32)
     with pytest.raises(UsageError, match="holds 3 tokens of 1 sequences; 4 of 1 are needed"):
         cache.check(1, 4)
 

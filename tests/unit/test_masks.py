@@ -16,7 +16,7 @@ from tpkit.layers.context import ForwardContext, KVCache
     st.integers(0, 9), st.integers(1, 9), st.none() | st.integers(1, 20), st.none() | st.integers(1, 20)
 )  # tokens before, new tokens, window, chunk
 def test_a_query_sees_what_it_should(past: int, length: int, window: int | None, chunk: int | None) -> None:
-    cache = KVCache([(1, 2)], batch=1, length=20, dtype=torch.float32)
+    cache = KVCache([(1, 2, 2)], batch=1, length=20, dtype=torch.float32)
     cache.used = past
     context = ForwardContext(length, torch.device("cpu"), cache)
     wanted = [

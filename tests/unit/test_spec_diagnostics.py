@@ -128,8 +128,8 @@ CASES: list[tuple[str, str, list[str]]] = [
     (QKV, "fused: [q, k, w]",
      [f"34:39: {ATTENTION}.qkv_proj.fused: 'w' is no part of it; its parts are: q, k, v"]),
     (QKV, "fused: {per: hed, order: [q, k, v]}",
-     [f"34:39: {ATTENTION}.qkv_proj.fused: per is one of: head, kv_head, channel, not "
-      "{'per': 'hed', 'order': ['q', 'k', 'v']}"]),
+     [f"34:39: {ATTENTION}.qkv_proj.fused: per is one of: head, kv_head, channel "
+      "(did you mean 'head'?)"]),
     (QKV + ", ", "",
      [f"34:27: {ATTENTION}.qkv_proj: style 'qkv' is made of 3 parts: say how they are stored, with packs or fused"]),
     (QKV, QKV + ", fused: [q, k, v]",

@@ -10,7 +10,7 @@ import torch
 from tpkit.layers.context import ForwardContext
 
 if TYPE_CHECKING:
-    from tpkit.modules import AlibiOptions
+    from tpkit.attention import AlibiOptions
 
 __all__ = ["Alibi", "slopes"]
 

@@ -16,8 +16,8 @@ from tpkit.layers.norm import Norm
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
+    from tpkit.attention import AttentionOptions
     from tpkit.making import BuildContext
-    from tpkit.modules import AttentionOptions
 
 __all__ = ["Attention"]
 

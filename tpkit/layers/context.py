@@ -17,8 +17,11 @@ T = TypeVar("T")
 class KVCache:
     """Keys and values of earlier tokens. Each rank holds those of its own kv heads.
 
+    A recurrent layer has a state instead, which does not grow: see `state`.
+
     Args:
-        shapes: for each attention layer, this rank's ``(kv heads, head_dim)``.
+        shapes: for each attention layer, this rank's ``(kv heads, features of a key, of a value)``.
+        states: for each state of a recurrent layer, this rank's shape of it, for one sequence.
         batch: sequences.
         length: tokens that fit.
         dtype, device: of keys and values.
@@ -26,7 +29,8 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int, int]],
+        states: Sequence[tuple[int, ...]] = (),
         *,
         batch: int,
         length: int,
@@ -37,8 +41,10 @@ class KVCache:
         self.used = 0
         if batch < 1 or length < 1:
             raise UsageError(f"a KV cache for {batch} sequences of {length} tokens: at least one each")
-        self.keys = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, d in shapes]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.keys = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, d, _ in shapes]
+        self.values = [torch.zeros(batch, n, length, d, dtype=dtype, device=device) for n, _, d in shapes]
+        #: by slot; None before the first token. A layer reads and replaces its own, in the dtype that it keeps it in
+        self.states: list[torch.Tensor | None] = [None] * len(states)
 
     def check(self, batch: int, length: int) -> None:
         """Says whether new tokens fit, on every rank alike: one without kv heads would otherwise not notice, and wait.

@@ -14,8 +14,8 @@ from tpkit.errors import SpecError
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
+    from tpkit.feedforward import MlpOptions
     from tpkit.making import BuildContext
-    from tpkit.modules import MlpOptions
 
 __all__ = ["ACTIVATIONS", "Mlp"]
 

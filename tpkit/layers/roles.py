@@ -16,21 +16,19 @@ class RoleModule(nn.Module):
     """A module with named children, each in a role. Parameter names follow the names, the code asks for roles.
 
     Args:
-        children: role -> (name, module).
+        children: role -> (name, module). A dotted name is that of a module in another one, made if it is not there.
     """
 
     def __init__(self, children: Mapping[str, tuple[str, nn.Module]]) -> None:
         super().__init__()
         self._names: dict[str, str] = {}
         for role, (name, module) in children.items():
-            if hasattr(self, name):
-                raise SpecError(f"{type(self).__name__} uses the name {name!r} itself; a child cannot have it")
-            self.add_module(name, module)
+            _hang(self, name, module)
             self._names[role] = name
 
     def child(self, role: str) -> nn.Module | None:
         """Returns the child in a role, or None."""
-        return self._modules[self._names[role]] if role in self._names else None
+        return self.get_submodule(self._names[role]) if role in self._names else None
 
     def projection(self, role: str) -> ParallelLinear:
         """Returns the projection in a role.
@@ -44,3 +42,15 @@ class RoleModule(nn.Module):
                 f"{type(self).__name__} needs a parallel projection as {role}, not {type(found).__name__}"
             )
         return found
+
+
+def _hang(parent: nn.Module, name: str, module: nn.Module) -> None:
+    first, _, rest = name.partition(".")
+    if rest:
+        if first not in parent._modules:
+            _hang(parent, first, nn.Module())
+        _hang(parent.get_submodule(first), rest, module)
+        return
+    if hasattr(parent, first):
+        raise SpecError(f"{type(parent).__name__} uses the name {first!r} itself; a child cannot have it")
+    parent.add_module(first, module)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tpkit.quant.stated import Stated
 
-__all__ = ["BoundSpec", "Call", "Node", "Step", "Term"]
+__all__ = ["BoundSpec", "Call", "Member", "Node", "Step", "Term"]
 
 Kind = Literal["container", "repeat", "module", "projection", "norm", "parameter"]
 
@@ -51,6 +51,8 @@ class Node:
         children: in written order.
         forward: a container's steps; None: its children run in order.
         where: position in the file, for messages.
+        copies: a container or projection in a module stands for this many alike ones; None: for itself.
+        stacked: the copies are one tensor on disk, of one dimension more; else each has its number in its name.
     """
 
     name: str
@@ -62,12 +64,44 @@ class Node:
     children: tuple[Node, ...] = ()
     forward: tuple[Step, ...] | None = None
     where: str = ""
+    copies: int | None = None
+    stacked: bool = False
+
+    def members(self, prefix: str = "", copies: int | None = None) -> Iterator[Member]:
+        """Yields what fills the roles of a module: its children, through containers, and parameters in projections.
+
+        Args:
+            prefix: dotted name of this node below the module.
+            copies: of how many alike ones this node is one.
+        """
+        for child in self.children:
+            name = f"{prefix}.{child.name}".lstrip(".")
+            count = child.copies if copies is None else copies
+            if child.kind != "container":
+                yield Member(name=name, node=child, copies=count)
+            if child.kind in ("container", "projection"):
+                yield from child.members(name, count)
 
     def walk(self) -> Iterator[Node]:
         """Yields this node and all below it, in written order."""
         yield self
         for child in self.children:
             yield from child.walk()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A node that fills a role of a module.
+
+    Attributes:
+        name: its dotted name below the module.
+        node: the node.
+        copies: of how many alike ones it is one, by its own word or a container's; None: it is a single one.
+    """
+
+    name: str
+    node: Node
+    copies: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +150,7 @@ class BoundSpec:
 
 def _canonical(node: Node) -> Any:
     options = node.options.model_dump(mode="json") if node.options is not None else None
-    words = [node.name, node.path, node.kind, node.word, node.role, options]
+    words = [node.name, node.path, node.kind, node.word, node.role, options, node.copies, node.stacked]
     return [*words, _steps(node.forward), [_canonical(child) for child in node.children]]
 
 

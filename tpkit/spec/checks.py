@@ -19,6 +19,7 @@ __all__ = ["check_tree"]
 def check_tree(root: Draft, problems: Problems) -> None:
     """Notes what is wrong with a tree, whichever branches a config.json will take."""
     embeddings = dict(_embeddings(root, ""))
+    _check_places(root, None, problems)
     for draft in root.walk():
         if draft.kind == "container":
             _check_container(draft, problems)
@@ -27,14 +28,18 @@ def check_tree(root: Draft, problems: Problems) -> None:
         elif draft.kind == "projection":
             check_style(draft, problems)
             _check_tie(draft, embeddings, problems)
-        _check_place(draft, problems)
 
 
-def _check_place(draft: Draft, problems: Problems) -> None:
+def _check_places(draft: Draft, module: Draft | None, problems: Problems) -> None:
     """Projections get their sizes from the module around them, but for a head and those that are given sizes."""
-    if draft.kind == "module":
-        return
+    module = draft if draft.kind == "module" else module if draft.kind in ("container", "projection") else None
     for child in children_in(draft):
+        _check_places(child, module, problems)
+        if module is not None:
+            _check_copies(child, draft is module, problems)
+            continue
+        if child.stacked is not None:
+            problems.add(child.mark, f"{child.where}.stacked", "only a module has parts that are stacked: experts")
         placed = child.word == "vocab" or {"in_features", "out_features"} <= set(child.table.entries)
         if child.kind == "projection" and child.plugin is not None and not placed:
             message = (
@@ -50,8 +55,19 @@ def _check_place(draft: Draft, problems: Problems) -> None:
             problems.add(mark, f"{child.where}.role", "only children of a module have roles")
 
 
+def _check_copies(child: Draft, outer: bool, problems: Problems) -> None:
+    """Copies in a module, experts, are bound once: they are alike, and there is one count of them."""
+    twice = child.repeat is not None and child.stacked is not None
+    misplaced = child.repeat is not None and child.kind != "container"
+    if twice or misplaced or (not outer and (child.repeat or child.stacked)):
+        message = "say once how many there are: repeat or stacked, on the container or on a projection"
+        problems.add(child.mark, child.where, message)
+    if child.kind == "container" and child.steps is not None:
+        problems.add(child.mark, f"{child.where}.forward", "the module around it says what happens here")
+
+
 def _check_container(draft: Draft, problems: Problems) -> None:
-    if not draft.children and set(draft.table.entries) <= {"when", "role", "inline", "repeat", "forward"}:
+    if not draft.children and set(draft.table.entries) <= {"when", "role", "inline", "repeat", "forward", "stacked"}:
         message = "has nothing in it: it needs children, or module, parameter, style or norm"
         problems.add(draft.mark, draft.where, message)
     if draft.steps is None:

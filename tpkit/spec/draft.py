@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from tpkit.spec.data import Mark, Table
 from tpkit.spec.expr import StepExpr
 from tpkit.spec.slots import Formula, Slot
 
-__all__ = ["Draft", "StepDraft", "children_in"]
+__all__ = ["Draft", "Member", "StepDraft", "children_in", "members_in"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Draft:
         role: as written.
         inline: it adds no component to the names below it.
         repeat: how many copies there are.
+        stacked: as `repeat`, and all copies are one tensor on disk, of one dimension more.
         words: compiled values.
         children: branches by name, in written order.
         steps: the forward; None: children run in order.
@@ -58,6 +59,7 @@ class Draft:
     role: str | None = None
     inline: bool = False
     repeat: Slot | None = None
+    stacked: Slot | None = None
     words: Mapping[str, Slot] = field(default_factory=dict)
     children: Mapping[str, tuple[Draft, ...]] = field(default_factory=dict)
     steps: tuple[StepDraft, ...] | None = None
@@ -83,3 +85,25 @@ def children_in(draft: Draft) -> Iterator[Draft]:
     """Yields every branch of every child."""
     for branches in draft.children.values():
         yield from branches
+
+
+#: a child of a module: its dotted name below the module, and the draft
+Member = tuple[str, Draft]
+
+
+def members_in(
+    draft: Draft, among: Callable[[Draft], Iterable[Draft]] = children_in, prefix: str = ""
+) -> Iterator[Member]:
+    """Yields what may fill the roles of a module: its children, through containers, and parameters in projections.
+
+    Args:
+        draft: the module.
+        among: returns the children of a draft that count; by default every branch of all.
+        prefix: dotted name of what `draft` is in the module.
+    """
+    for child in among(draft):
+        name = f"{prefix}.{child.name}".lstrip(".")
+        if child.kind != "container" or child.role is not None or not child.children:
+            yield name, child
+        if child.kind in ("container", "projection"):
+            yield from members_in(child, among, name)

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from tpkit.errors import TpkitError
-from tpkit.modules import Declared
+from tpkit.modules import Child, Declared
 from tpkit.spec.bound import Call, Node, Step, Term
-from tpkit.spec.draft import Draft, StepDraft
+from tpkit.spec.draft import Draft, Member, StepDraft, members_in
 from tpkit.spec.expr import Name, Number, StepExpr
 from tpkit.spec.parts import check_parts, norm_width
 from tpkit.spec.problems import told
 from tpkit.spec.roles import active_roles
 from tpkit.spec.scope import Values
-from tpkit.spec.slots import Failed, values_of
+from tpkit.spec.slots import Failed, Slot, values_of
 
 __all__ = ["Expander"]
 
 #: no model has as many layers or experts; a mistyped number would fill the memory
 MAX_COPIES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a node stands in a module.
+
+    Attributes:
+        declared: what the module declared; None if it could not.
+        roles: dotted name below the module -> role.
+        prefix: dotted name of the container or projection around the node, below the module.
+        copies: that is one of this many alike ones.
+    """
+
+    declared: Declared | None
+    roles: Mapping[str, str]
+    prefix: str = ""
+    copies: int | None = None
+
+    def role(self, name: str) -> str:
+        return self.roles.get(_below(self.prefix, name), "")
 
 
 class Expander:
@@ -40,41 +61,58 @@ class Expander:
 
     def tree(self, root: Draft) -> Node:
         """Returns the bound root."""
-        return self._node(root, "", "", "", None)
+        return self._single(root, "", "", None)
 
-    def _node(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
-        if draft.repeat is not None:
-            return self._repeated(draft, name, path, role, declared)
-        return self._single(draft, name, path, role, declared)
+    def _node(self, draft: Draft, name: str, path: str, place: _Place | None) -> Node:
+        if draft.repeat is not None and place is None:
+            return self._repeated(draft, name, path)
+        return self._single(draft, name, path, place)
 
-    def _repeated(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
-        try:
-            count = draft.repeat.value(self.values) if draft.repeat else 0
-        except Failed:
-            count = 0
-        if count > MAX_COPIES:
-            message = f"{count} copies; more than {MAX_COPIES} are taken for a mistake"
-            self.problems.add(draft.mark, f"{draft.where}.repeat", message)
-            count = 0
+    def _repeated(self, draft: Draft, name: str, path: str) -> Node:
         outermost = self.values.layer is None
         copies = []
-        for index in range(count):
+        for index in range(self._count(draft.repeat, f"{draft.where}.repeat", draft) or 0):
             if outermost:
                 self.values.enter(index)
-            copies.append(self._single(draft, str(index), _below(path, str(index)), "", declared))
+            copies.append(self._single(draft, str(index), _below(path, str(index)), None))
         if outermost:
             self.values.enter(None)
-        return Node(name=name, path=path, kind="repeat", role=role, children=tuple(copies), where=str(draft.mark))
+        return Node(name=name, path=path, kind="repeat", children=tuple(copies), where=str(draft.mark))
 
-    def _single(self, draft: Draft, name: str, path: str, role: str, declared: Declared | None) -> Node:
-        options = self._bound_options(draft, role, declared)
+    def _count(self, slot: Slot | None, where: str, draft: Draft) -> int | None:
+        if slot is None:
+            return None
+        try:
+            count: int = slot.value(self.values)
+        except Failed:
+            return 0
+        if count > MAX_COPIES:
+            self.problems.add(draft.mark, where, f"{count} copies; more than {MAX_COPIES} are taken for a mistake")
+            return 0
+        return count
+
+    def _copies(self, draft: Draft, place: _Place | None) -> int | None:
+        """Returns of how many alike ones a node in a module is one: experts are not written out."""
+        if place is None:
+            return None
+        word = "stacked" if draft.stacked is not None else "repeat"
+        return self._count(draft.stacked or draft.repeat, f"{draft.where}.{word}", draft)
+
+    def _single(self, draft: Draft, name: str, path: str, place: _Place | None) -> Node:
+        role = place.role(draft.name) if place is not None else ""
+        copies = self._copies(draft, place)
+        options = self._bound_options(draft, role, place.declared if place else None)
         active = self._active(draft)
-        roles = active_roles(draft, active, self.problems) if draft.kind == "module" else {}
-        inner = self._declared(draft, options, active, roles)
+        if draft.kind == "module":
+            inner = self._place(draft, options)
+        elif place is not None:
+            inner = replace(place, prefix=_below(place.prefix, draft.name))
+        else:
+            inner = None
         children = []
         for child in active:
             below = path if child.inline else _below(path, child.name)
-            children.append(self._node(child, child.name, below, roles.get(child.name, ""), inner))
+            children.append(self._node(child, child.name, below, inner))
         return Node(
             name=name,
             path=path,
@@ -85,7 +123,14 @@ class Expander:
             children=tuple(children),
             forward=self._forward(draft, active),
             where=str(draft.mark),
+            copies=copies,
+            stacked=draft.stacked is not None,
         )
+
+    def _place(self, draft: Draft, options: Any) -> _Place:
+        members = list(members_in(draft, self._active))
+        roles = active_roles(draft, members, self.problems)
+        return _Place(declared=self._declared(draft, options, members, roles), roles=roles)
 
     def _active(self, draft: Draft) -> list[Draft]:
         found = []
@@ -125,25 +170,39 @@ class Expander:
             self.problems.add_validation(error, draft.table, draft.where, draft.options)  # type: ignore[arg-type]
             return None
 
-    def _declared(self, draft: Draft, options: Any, active: list[Draft], roles: Mapping[str, str]) -> Declared | None:
+    def _declared(self, draft: Draft, options: Any, members: list[Member], roles: Mapping[str, str]) -> Declared | None:
         """Asks a module type what it declares for these options, and checks the projections against it."""
-        if draft.kind != "module" or options is None or draft.plugin is None:
+        if options is None or draft.plugin is None:
             return None
-        projections = [child for child in active if child.kind == "projection" and child.name in roles]
-        styles = {roles[child.name]: child.word for child in projections}
+        projections = [(name, child) for name, child in members if child.kind == "projection" and name in roles]
         needed = {role.name for role in draft.plugin.roles if role.required}
         if not needed <= set(roles.values()):
             return None
+        around = {name: self._around(draft, name) for name, _ in projections}
+        children = {roles[name]: Child(style=child.word, copies=around[name]) for name, child in projections}
         try:
-            declared: Declared = draft.plugin.declare(options, self.values.value("hidden_size"), styles)
+            declared: Declared = draft.plugin.declare(options, self.values.value("hidden_size"), children)
         except (TpkitError, ArithmeticError) as error:
             self.problems.add(draft.mark, draft.where, told(error))
             return None
-        for child in projections:
-            sides = declared.sides.get(roles[child.name])
+        for name, child in projections:
+            sides = declared.sides.get(roles[name])
             if sides is not None:
-                check_parts(child, sides.out, self.problems)
+                check_parts(child, sides.out, declared.counts, self.problems)
         return declared
+
+    def _around(self, draft: Draft, name: str) -> int | None:
+        """Returns of how many alike ones a member of a module is one: by its own word, or that of a container."""
+        found = None
+        for part in name.split("."):
+            draft = next(child for child in self._active(draft) if child.name == part)
+            slot = draft.stacked or draft.repeat
+            if slot is not None:
+                try:
+                    found = slot.value(self.values)
+                except Failed:
+                    return None
+        return found
 
     def _forward(self, draft: Draft, active: list[Draft]) -> tuple[Step, ...] | None:
         if draft.steps is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tpkit.errors import did_you_mean
 from tpkit.modules import Declared
 from tpkit.partition import Side
@@ -42,12 +44,13 @@ def _count(packs: tuple[Pack, ...], fused: Layout | None) -> int:
     return sum(len(pack.layout.order) if pack.layout else 1 for pack in packs)
 
 
-def check_parts(draft: Draft, out: Side, problems: Problems) -> None:
+def check_parts(draft: Draft, out: Side, counts: Mapping[str, int], problems: Problems) -> None:
     """Notes parts that are not the segments of a projection's output.
 
     Args:
         draft: the projection.
         out: its output as the module declares it.
+        counts: what ``per:`` may name beside channel.
         problems: takes the findings.
     """
     packs: tuple[Pack, ...] = draft.literal("packs") or ()
@@ -57,6 +60,10 @@ def check_parts(draft: Draft, out: Side, problems: Problems) -> None:
     word = "fused" if fused else "packs"
     mark, where = draft.table.entries[word].mark, f"{draft.where}.{word}"
     segments = [segment.name for segment in out]
+    for layout in (fused, *(pack.layout for pack in packs)):
+        known = [*counts, "channel"]
+        if layout is not None and layout.per is not None and layout.per not in known:
+            problems.add(mark, where, f"per is one of: {', '.join(known)}{did_you_mean(layout.per, known)}")
     count = _count(packs, fused)
     if count != len(segments):
         names = ", ".join(name or "the whole" for name in segments)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tpkit.errors import did_you_mean
 from tpkit.modules import Role
-from tpkit.spec.draft import Draft, children_in
+from tpkit.spec.draft import Draft, Member, members_in
 from tpkit.spec.problems import Problems
 
 __all__ = ["active_roles", "check_roles", "role_of"]
@@ -27,20 +27,23 @@ def check_roles(draft: Draft, problems: Problems) -> None:
     """Notes children of a module that have no role or the wrong style for it, and roles that nobody fills."""
     roles: tuple[Role, ...] = tuple(draft.plugin.roles)
     taken: dict[str, list[Draft]] = {}
-    for child in children_in(draft):
+    alone: dict[str, list[str]] = {}
+    for name, child in members_in(draft):
         role = role_of(child, roles)
         if role is None:
             _no_role(draft, child, roles, problems)
             continue
         taken.setdefault(role.name, []).append(child)
+        if child.when is None:
+            alone.setdefault(role.name, []).append(name)
         _check_fit(draft, child, role, problems)
     for role in roles:
         if role.required and role.name not in taken:
             styles = f" of style {' or '.join(role.styles)}" if role.styles else ""
             message = f"module {draft.word!r} needs a child for its role {role.name!r}{styles}"
             problems.add(draft.mark, draft.where, message)
-        always = {child.name: child for child in taken.get(role.name, ()) if child.when is None}
-        _doubled(draft, role.name, [c.name for c in always.values() if len(draft.children[c.name]) == 1], problems)
+        names = [name for name, _ in members_in(draft)]
+        _doubled(draft, role.name, [n for n in alone.get(role.name, ()) if names.count(n) == 1], problems)
 
 
 def _no_role(draft: Draft, child: Draft, roles: Sequence[Role], problems: Problems) -> None:
@@ -48,7 +51,8 @@ def _no_role(draft: Draft, child: Draft, roles: Sequence[Role], problems: Proble
     if child.role is not None:
         mark, word = child.table.entries["role"].mark, child.role
     else:
-        mark, word = draft.table.key_mark(child.name), child.name
+        mark = draft.table.key_mark(child.name) if child.name in draft.children else child.mark
+        word = child.name
     offered = ", ".join(names) or "it takes no children"
     message = f"module {draft.word!r} has no role for {word!r}{did_you_mean(word, names)}; its roles: {offered}"
     problems.add(mark, child.where, message)
@@ -76,10 +80,10 @@ def _doubled(draft: Draft, role: str, names: Iterable[str], problems: Problems) 
         problems.add(draft.mark, draft.where, message)
 
 
-def active_roles(draft: Draft, active: Sequence[Draft], problems: Problems) -> dict[str, str]:
-    """Returns child's name -> role for the children that are there, and notes roles missing or filled twice."""
+def active_roles(draft: Draft, active: Sequence[Member], problems: Problems) -> dict[str, str]:
+    """Returns dotted name -> role for the members that are there, and notes roles missing or filled twice."""
     roles: tuple[Role, ...] = tuple(draft.plugin.roles) if draft.plugin is not None else ()
-    found = {child.name: role.name for child in active if (role := role_of(child, roles)) is not None}
+    found = {name: role.name for name, child in active if (role := role_of(child, roles)) is not None}
     for role in roles:
         names = [name for name, filled in found.items() if filled == role.name]
         _doubled(draft, role.name, names, problems)

@@ -56,7 +56,9 @@ class TreeReader:
             known: set[str] = set(table.entries)
         else:
             known = {*COMMON, *(options.model_fields if options else ())}
-            known.update({"module": ("module",), "container": ("forward",)}.get(kind, ()))
+            known.update({"module": ("module",), "container": ("forward", "stacked")}.get(kind, ()))
+        if kind == "projection":
+            known.add("stacked")
         children = self._children(table, kind, known, where, inner)
         return Draft(
             name=name,
@@ -69,7 +71,8 @@ class TreeReader:
             when=_condition(table, where, context),
             role=_literal(table, "role", str, where, context),
             inline=bool(_literal(table, "inline", bool, where, context)),
-            repeat=_repeat(table, where, context),
+            repeat=_copies(table, "repeat", where, context),
+            stacked=_copies(table, "stacked", where, context) if "stacked" in known else None,
             words=words,
             children=children,
             steps=_steps(table, where, inner) if kind == "container" else None,
@@ -113,7 +116,10 @@ class TreeReader:
             if key in known:
                 continue
             guess = did_you_mean(key, [*known, *KINDS] if kind == "container" else known) if key not in KINDS else ""
-            if kind not in _PARENTS or isinstance(data, Scalar) or (guess and not _looks_like_node(data)):
+            inner = kind == "projection" and isinstance(data, Table) and _kind_of(data)[0] == "parameter"
+            if inner:
+                children[key] = self.branches(key, data, f"{where}.{key}", context)
+            elif kind not in _PARENTS or isinstance(data, Scalar) or (guess and not _looks_like_node(data)):
                 what = {"container": "a container", "module": "a module"}.get(kind, f"a {kind}")
                 message = f"unknown word {key!r} of {what}{guess}"
                 if kind in _PARENTS and not guess:
@@ -156,9 +162,9 @@ def _condition(table: Table, where: str, context: Context) -> Any:
     return compile_condition(data, f"{where}.when", context) if data else None
 
 
-def _repeat(table: Table, where: str, context: Context) -> Slot | None:
-    data = table.get("repeat")
-    return compile_slot(data, _COUNT, f"{where}.repeat", context) if data else None
+def _copies(table: Table, word: str, where: str, context: Context) -> Slot | None:
+    data = table.get(word)
+    return compile_slot(data, _COUNT, f"{where}.{word}", context) if data else None
 
 
 def _literal(table: Table, word: str, kind: type, where: str, context: Context) -> Any:

@@ -6,9 +6,11 @@ Where they do not suffice nothing is said here: the same is checked again when t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tpkit.errors import TpkitError, did_you_mean
-from tpkit.modules import Declared
-from tpkit.spec.draft import Draft, children_in
+from tpkit.modules import Child, Declared
+from tpkit.spec.draft import Draft, members_in
 from tpkit.spec.fields import Declarations
 from tpkit.spec.parts import check_parts
 from tpkit.spec.problems import Problems
@@ -28,7 +30,7 @@ def check_declared(root: Draft, declarations: Declarations, problems: Problems) 
     for draft in root.walk():
         if draft.kind != "module" or draft.plugin is None or not draft.plugin.roles:
             continue
-        for child in children_in(draft):
+        for _, child in members_in(draft):
             role = role_of(child, draft.plugin.roles)
             if role is None:
                 continue
@@ -39,21 +41,42 @@ def check_declared(root: Draft, declarations: Declarations, problems: Problems) 
 
 def _declared(draft: Draft, role: str, child: Draft, values: Values) -> Declared | None:
     roles = draft.plugin.roles
-    styles = {found.name: c.word for c in children_in(draft) if c.kind == "projection" and (found := role_of(c, roles))}
+    children = {
+        found.name: Child(style=c.word, copies=_copies(draft, name, values))
+        for name, c in members_in(draft)
+        if c.kind == "projection" and (found := role_of(c, roles))
+    }
     if child.kind == "projection":
-        styles[role] = child.word
+        children[role] = replace(children[role], style=child.word)
     try:
         options = draft.options.model_validate(values_of(draft.words, values)) if draft.options else None
-        declared: Declared = draft.plugin.declare(options, values.value("hidden_size"), styles)
+        declared: Declared = draft.plugin.declare(options, values.value("hidden_size"), children)
     except (Failed, TpkitError, ArithmeticError, LookupError, ValueError):
         return None
     return declared
 
 
+def _copies(draft: Draft, name: str, values: Values) -> int | None:
+    """Returns of how many alike ones a member of a module is one, for the defaults."""
+    found = None
+    for part in name.split("."):
+        branches = draft.children.get(part, ())
+        if not branches:
+            return found
+        draft = branches[0]
+        slot = draft.stacked or draft.repeat
+        if slot is not None:
+            try:
+                found = slot.value(values)
+            except Failed:
+                return None
+    return found
+
+
 def _check(child: Draft, role: str, declared: Declared, problems: Problems) -> None:
     sides = declared.sides.get(role)
     if child.kind == "projection" and sides is not None:
-        check_parts(child, sides.out, problems)
+        check_parts(child, sides.out, declared.counts, problems)
     over = child.literal("over") if child.kind == "norm" else None
     if over is not None and declared.width(role, over) is None:
         known = ", ".join(declared.over) or "no width that a norm can go over"

@@ -46,8 +46,6 @@ COMMON = ("when", "role", "inline", "repeat")
 #: the word that makes a node what it is -> kind; the first that is there decides
 KINDS = {"module": "module", "parameter": "parameter", "style": "projection", "norm": "norm"}
 
-#: what `per` may count
-LAYOUT_AXES = ("head", "kv_head", "channel")
 _COMPONENT = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -67,8 +65,6 @@ class Layout(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Layout:
-        if self.per is not None and self.per not in LAYOUT_AXES:
-            raise ValueError(f"per is one of: {', '.join(LAYOUT_AXES)}")
         if len(set(self.order)) < len(self.order):
             raise ValueError(f"a name occurs twice in {', '.join(self.order)}")
         return self
@@ -120,6 +116,10 @@ class ProjectionOptions(Options):
     """Words of a projection: ``style:`` and how it is stored. `quant` wins over what is said of the whole model.
 
     `in_features` and `out_features` are for one that no module has a role for.
+
+    Attributes:
+        bare: its tensors are called as it is, ``name`` and ``name_bias``, not ``name.weight`` and ``name.bias``.
+        compute: it multiplies in this type, whatever the model's dtype is.
     """
 
     style: Word
@@ -129,6 +129,8 @@ class ProjectionOptions(Options):
     fused: Annotated[Layout | None, BeforeValidator(_layout), Plain()] = None
     bias: bool = False
     transposed: bool = False
+    bare: bool = False
+    compute: Annotated[Literal["float32"] | None, Plain()] = None
     tied: Tied | None = None
     disable_tp: bool = False
     scale: float | None = None
