@@ -16,7 +16,7 @@ from tpkit.checkpoint.reader import Reader
 from tpkit.distributed.group import TensorParallel
 from tpkit.errors import UsageError
 from tpkit.model import Model
-from tpkit.planning import ModelPlan, derived_checkpoint, plan_model
+from tpkit.planning import ModelPlan, Prepared, derived_checkpoint, prepare
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec
 
@@ -33,6 +33,7 @@ def build(
     dummy_weights: bool = False,
     seed: int = 0,
     split: Sequence[float] | None = None,
+    ep: int = 1,
     registry: Registry | None = None,
     reader: Reader | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -48,6 +49,7 @@ def build(
         dummy_weights: seeded random weights, no checkpoint.
         seed: of the random weights.
         split: a weight per rank, for unequal devices.
+        ep: in how many groups the ranks share the experts of each layer.
         registry: plugins; None: what is installed.
         reader: reads the checkpoint's bytes; None: mapped files.
         progress: called with bytes read and bytes to read.
@@ -64,29 +66,27 @@ def build(
     place = TensorParallel.of(tp)
     registry = registry or Registry.default()
     where = place.together(lambda: _device(device, place))
-    plan = place.together(lambda: _plan(spec, checkpoint, str(dtype), dummy_weights, place, split, registry))
+
+    def work() -> ModelPlan:
+        prepared = _prepared(spec, checkpoint, str(dtype), dummy_weights, registry)
+        return prepared.divide(place.size, split, ep)
+
+    plan = place.together(work)
     place.same_on_all_ranks({**plan.fingerprints(registry), "seed of dummy weights": str(seed)})
     source = DummyReader(seed) if dummy_weights else reader
     return place.together(lambda: _load(plan, place, where, registry, source, progress))
 
 
-def _plan(
-    spec: BoundSpec,
-    checkpoint: str | os.PathLike[str] | None,
-    dtype: str,
-    dummy: bool,
-    place: TensorParallel,
-    split: Sequence[float] | None,
-    registry: Registry,
-) -> ModelPlan:
-    if dummy:
-        if checkpoint is not None:
-            raise UsageError("dummy weights and a checkpoint exclude each other")
-        plan = plan_model(spec, ranks=place.size, dtype=dtype, split=split, registry=registry)
-        derived = derived_checkpoint(plan)
-        return plan_model(spec, ranks=place.size, checkpoint=derived, dtype=plan.dtype, split=split, registry=registry)
-    opened = open_checkpoint(locate(checkpoint, spec), registry)
-    return plan_model(spec, ranks=place.size, checkpoint=opened, dtype=dtype, split=split, registry=registry)
+def _prepared(
+    spec: BoundSpec, checkpoint: str | os.PathLike[str] | None, dtype: str, dummy: bool, registry: Registry
+) -> Prepared:
+    if not dummy:
+        opened = open_checkpoint(locate(checkpoint, spec), registry)
+        return prepare(spec, checkpoint=opened, dtype=dtype, registry=registry)
+    if checkpoint is not None:
+        raise UsageError("dummy weights and a checkpoint exclude each other")
+    one = prepare(spec, dtype=dtype, registry=registry).divide(1)
+    return prepare(spec, checkpoint=derived_checkpoint(one), dtype=one.dtype, registry=registry)
 
 
 def _load(

@@ -162,15 +162,15 @@ def _wanted(prepared: Prepared) -> dict[str, Any]:
     from tpkit.partition import side_size
 
     owners = {each.spec.path: each.spec for each in prepared.planned}
-    found = {}
+    found: dict[str, Any] = {}
     layers = [*owners.values(), *prepared.ties]
     for layer in layers:
         owner = owners.get(layer.tied_to or "", layer)
         for _, on_disk, param in owner.stored:
             for source in (source for form in layer.forms for source in form):
-                shape = param.on_disk(stored_shape(param, source, side_size(owner.in_)))
+                shape = owner.on_disk(param, source, stored_shape(param, source, side_size(owner.in_)))
                 header = Stored(dtype=param.dtype, shape=shape, file=Path("(index)"), begin=0)
-                found[source.tensor(on_disk)] = header
+                found.update((source.tensor(on_disk, expert=n), header) for n in layer.numbers(source))
     return found
 
 
@@ -202,7 +202,8 @@ def _places(prepared: Prepared, spec: BoundSpec) -> dict[str, str]:
         stem, path = layer.path, layer.path
         while path and not lines.get(path):
             path = path.rpartition(".")[0]
-        for name in [stem, *(source.name for form in layer.forms for source in form)]:
+        sources = (source for form in layer.forms for source in form)
+        for name in [stem, *(source.stem(n) for source in sources for n in layer.numbers(source))]:
             found[name] = lines.get(path, "")
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tpkit.errors import ShardingError, SpecError
-from tpkit.layout import Source, fused
+from tpkit.layout import EXPERT, Source, fused
 from tpkit.modules import Child, Declared, ModuleType, Sides, hidden
 from tpkit.params import Dim, Fixed, Out
 from tpkit.partition import Axis, Features, Side, side_size
@@ -31,6 +31,7 @@ class Declaration:
         weights: dimensions of the parameters of a node without an input, by name.
         stored: name on disk of its one parameter, where that is not the parameter's own.
         tied_to: path of the node whose parameters it shares.
+        experts: it stands for as many alike ones as this axis has units.
     """
 
     node: Node
@@ -42,6 +43,7 @@ class Declaration:
     weights: tuple[tuple[str, tuple[Dim, ...]], ...] = (("weight", (Out(),)),)
     stored: str | None = None
     tied_to: str | None = None
+    experts: Axis | None = None
 
 
 def declare(spec: BoundSpec, registry: Registry, rename: Mapping[str, str] | None = None) -> list[Declaration]:
@@ -68,10 +70,14 @@ class _Walk:
         self.rename = rename
         self.found: list[Declaration] = []
 
-    def children(self, node: Node, declared: Declared | None) -> None:
+    def children(self, node: Node, declared: Declared | None, around: Node | None = None) -> None:
+        """Declares what is below a node; `around` is the one in a module that stands for several alike ones."""
         for child in node.children:
+            several = child if child.copies is not None else around
+            if several is not None and child.kind not in ("projection", "container"):
+                raise SpecError(f"{child.where}: {child.path}: experts are made of projections, not of a {child.kind}")
             if child.kind == "projection":
-                self.found.append(self._projection(child, declared))
+                self.found.append(self._projection(child, declared, several))
             elif child.kind == "norm":
                 self.found.append(self._norm(child, declared))
             elif child.kind == "parameter":
@@ -79,10 +85,10 @@ class _Walk:
             elif child.kind == "module":
                 self._module(child)
             else:
-                self.children(child, declared)
+                self.children(child, declared, several)
                 continue
             if child.kind == "projection":
-                self.children(child, declared)
+                self.children(child, declared, several)
 
     def _module(self, node: Node) -> None:
         kind: type[ModuleType] = self.registry.load("module", node.word)
@@ -101,7 +107,7 @@ class _Walk:
         _check_disable_tp(node, declared)
         self.children(node, _as_divided(node, declared))
 
-    def _projection(self, node: Node, declared: Declared | None) -> Declaration:
+    def _projection(self, node: Node, declared: Declared | None, several: Node | None) -> Declaration:
         options = node.options
         style: Style = self.registry.load("style", node.word)
         sides = self._sides(node, declared)
@@ -111,15 +117,30 @@ class _Walk:
             _check_style(node, style, sides)
         if options.tied and options.bias:
             raise SpecError(f"{node.where}: {node.path}: a projection that is tied has no bias of its own")
+        forms = self._stored(node, sides.out, declared)
         return Declaration(
             node=node,
             style=node.word,
             out=sides.out,
             in_=sides.in_,
-            forms=self._stored(node, sides.out, declared),
+            forms=forms if several is None else self._of_experts(forms, several),
             bias=options.bias,
             tied_to=options.tied.to if options.tied else None,
+            experts=Axis(name="experts", units=several.copies or 0, over="groups") if several is not None else None,
         )
+
+    def _of_experts(self, forms: tuple[tuple[Source, ...], ...], several: Node) -> tuple[tuple[Source, ...], ...]:
+        """Returns the forms of all experts, first as described: stacked, or each under its number; then stacked."""
+        stacked = tuple(tuple(replace(source, stacked=True) for source in form) for form in forms)
+        if several.stacked:
+            return stacked
+        path = self._disk(several.path)
+
+        def numbered(source: Source) -> Source:
+            return replace(source, name=f"{path}.{EXPERT}{source.name.removeprefix(path)}")
+
+        bare = tuple(replace(source, bare=True) for source in stacked[-1])
+        return (*(tuple(map(numbered, form)) for form in forms), *stacked, bare)
 
     def _sides(self, node: Node, declared: Declared | None) -> Sides:
         if declared is not None and node.role in declared.sides:
@@ -198,7 +219,8 @@ class _Walk:
     def _forms(self, node: Node, out: Side, counts: Mapping[str, int]) -> tuple[tuple[Source, ...], ...]:
         """Stored apart where `packs` names the parts, or fused under the projection's own name."""
         options, path = node.options, self._disk(node.path)
-        whole = (fused(path, out, *_layout(options.fused, out, counts)),)
+        (source,) = fused(path, out, *_layout(options.fused, out, counts))
+        whole = ((replace(source, bare=options.bare),),)
         if not options.packs:
             return whole
         parent = path.rpartition(".")[0]
@@ -208,7 +230,7 @@ class _Walk:
             names = pack.layout.order if pack.layout else [rest[0].name] if rest else []
             parts = tuple(part for part in rest if part.name in names)
             name = f"{parent}.{pack.name}" if parent else pack.name
-            sources += fused(name, parts, *_layout(pack.layout, parts, counts))
+            sources += (replace(s, bare=options.bare) for s in fused(name, parts, *_layout(pack.layout, parts, counts)))
             rest = [part for part in rest if part not in parts]
         if rest:
             raise ShardingError(f"nothing is packed into {', '.join(part.name for part in rest)}")

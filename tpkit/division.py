@@ -22,7 +22,7 @@ class Geometry:
     """A layer's parameters on every rank; the same object for all layers of the same structure.
 
     Attributes:
-        full: shape of each parameter on a single rank.
+        full: shape of each parameter on a single rank; of one expert, as `local`.
         local: for each rank, each parameter.
         gaps: ``(rank, parameter, missing, doubled)`` where a local parameter is not written exactly once.
         unread: ``(source, parameter) -> elements`` of stored tensors that no rank reads.
@@ -59,6 +59,31 @@ class DividedLayer:
         """Returns the logical elements ``(start, stop)`` of each segment that a rank holds."""
         return [part.bounds(share) for part, share in zip(side, self.shares(side, rank), strict=True)]
 
+    def experts(self, rank: int) -> range | None:
+        """Returns the numbers of the experts that a rank holds; None where there are none in this layer."""
+        if self.spec.experts is None:
+            return None
+        share = self.division[self.spec.experts][rank]
+        return range(share.start, share.stop)
+
+    def expert(self, number: int) -> DividedLayer:
+        """Returns one expert as a layer of its own."""
+        if self.spec.experts is None:
+            return self
+        forms = tuple(tuple(replace(s, name=s.stem(number), stacked=False) for s in form) for form in self.spec.forms)
+        spec = replace(self.spec, path=f"{self.spec.path}.{number}", forms=forms, experts=None)
+        form = tuple(replace(s, name=s.stem(number), stacked=False) for s in self.form)
+        return replace(self, spec=spec, form=form)
+
+    def units(self, rank: int) -> list[tuple[str, int | None]]:
+        """Returns what a rank fills one by one: paths of modules, and the number of each one's expert."""
+        own = self.experts(rank)
+        return [(self.spec.path, None)] if own is None else [(f"{self.spec.path}.{n}", n) for n in own]
+
+    def leads(self, rank: int) -> bool:
+        """Says whether a rank is the first of those that hold the same experts: what must count once counts there."""
+        return self.spec.experts is None or self.division[self.spec.experts][rank].owner
+
     def owns(self, side: Side, rank: int) -> bool:
         """Says whether a rank is the one that counts for what it holds of a side; others may hold it too."""
         return all(
@@ -72,7 +97,9 @@ def shares_of(side: Side, division: Division, rank: int) -> Shares:
     return tuple(None if part.axis is None else division[part.axis][rank] for part in side)
 
 
-def divide_axes(layers: Sequence[LayerSpec], ranks: int, weights: tuple[float, ...] | None = None) -> Division:
+def divide_axes(
+    layers: Sequence[LayerSpec], ranks: int, weights: tuple[float, ...] | None = None, ep: int = 1
+) -> Division:
     """Divides every axis that the layers lie on, preferring the cuts that their stored blocks ask for."""
     asked: dict[Axis, set[tuple[Features, int, bool]]] = {}
     for layer in layers:
@@ -85,13 +112,16 @@ def divide_axes(layers: Sequence[LayerSpec], ranks: int, weights: tuple[float, .
                     if part.axis is not None and dim.per > 1:
                         asked[part.axis].add((part, dim.per, dim.word))
     return {
-        axis: divide(axis, ranks, granules=granules_of(axis, tuple(blocks)), weights=weights)
+        axis: divide(axis, ranks, granules=granules_of(axis, tuple(blocks)), weights=weights, ep=ep)
         for axis, blocks in asked.items()
     }
 
 
 def divide_layers(
-    layers: Sequence[tuple[LayerSpec, tuple[Source, ...]]], ranks: int, weights: tuple[float, ...] | None = None
+    layers: Sequence[tuple[LayerSpec, tuple[Source, ...]]],
+    ranks: int,
+    weights: tuple[float, ...] | None = None,
+    ep: int = 1,
 ) -> list[DividedLayer]:
     """Divides layers over ranks.
 
@@ -99,16 +129,17 @@ def divide_layers(
         layers: each layer with the form in which it is stored.
         ranks: number of ranks.
         weights: a weight per rank; None: all alike.
+        ep: expert-parallel groups of ranks.
 
     Returns:
         the layers in the same order.
     """
-    division = divide_axes([spec for spec, _ in layers], ranks, weights)
+    division = divide_axes([spec for spec, _ in layers], ranks, weights, ep)
     known: dict[object, Geometry] = {}
     divided = []
     for spec, form in layers:
         nameless = tuple(replace(source, name="") for source in form)
-        key = (spec.out, spec.in_, nameless, spec.params)
+        key = (spec.out, spec.in_, nameless, spec.params, spec.experts)
         if key not in known:
             known[key] = _geometry(spec, nameless, division, ranks)
         divided.append(DividedLayer(spec=spec, form=form, division=division, geometry=known[key]))
@@ -128,7 +159,6 @@ def _geometry(spec: LayerSpec, form: tuple[Source, ...], division: Division, ran
     full = {name: localize(p, spec.out, spec.in_, form, *whole).shape for name, p in spec.params}
     local: list[dict[str, LocalParam]] = []
     gaps: list[tuple[int, str, int, int]] = []
-    read: dict[tuple[int, str], set[Box]] = {}
     for rank in range(ranks):
         shares = shares_of(spec.out, division, rank), shares_of(spec.in_, division, rank)
         local.append({name: localize(p, spec.out, spec.in_, form, *shares) for name, p in spec.params})
@@ -136,6 +166,48 @@ def _geometry(spec: LayerSpec, form: tuple[Source, ...], division: Division, ran
             missing, doubled = coverage(param.shape, [copy.target for copy in param.copies])
             if missing or doubled:
                 gaps.append((rank, name, missing, doubled))
+    held = _held(spec, division, ranks)
+    unread: dict[tuple[int, str], int] = {}
+    for experts in set(held):
+        if experts:
+            group = [local[rank] for rank in range(ranks) if held[rank] == experts]
+            for key, missing in _unread(spec, form, group).items():
+                unread[key] = unread.get(key, 0) + missing * len(experts)
+    unheld = set(_numbers(spec)) - set().union(*held)
+    for name, p in spec.params:
+        for index, source in enumerate(form if unheld else ()):
+            lost = len(unheld) * prod(stored_shape(p, source, side_size(spec.in_)))
+            unread[index, name] = unread.get((index, name), 0) + lost
+    size = {name: itemsize(p.dtype) for name, p in spec.params}
+    one = [sum(param.numel * size[name] for name, param in params.items()) for params in local]
+    return Geometry(
+        full=full,
+        local=tuple(local),
+        gaps=tuple(gaps),
+        unread=unread,
+        nbytes=tuple(nbytes * len(experts) for nbytes, experts in zip(one, held, strict=True)),
+        full_nbytes=sum(prod(shape) * size[name] for name, shape in full.items()) * len(_numbers(spec)),
+    )
+
+
+def _numbers(spec: LayerSpec) -> range:
+    return range(spec.experts.units if spec.experts is not None else 1)
+
+
+def _held(spec: LayerSpec, division: Division, ranks: int) -> list[range]:
+    """Returns the experts on each rank; a single one where the layer is not of experts."""
+    if spec.experts is None:
+        return [_numbers(spec)] * ranks
+    return [range(share.start, share.stop) for share in division[spec.experts]]
+
+
+def _unread(
+    spec: LayerSpec, form: tuple[Source, ...], ranks: Sequence[Mapping[str, LocalParam]]
+) -> dict[tuple[int, str], int]:
+    """Returns the elements of stored tensors that none of these ranks reads."""
+    read: dict[tuple[int, str], set[Box]] = {}
+    for params in ranks:
+        for name, param in params.items():
             for copy in param.copies:
                 read.setdefault((copy.source, name), set()).add(copy.box)
     in_size = side_size(spec.in_)
@@ -147,12 +219,4 @@ def _geometry(spec: LayerSpec, form: tuple[Source, ...], division: Division, ran
             missing, _ = coverage(stored_shape(p, source, in_size), sorted(read.get((index, name), ()), key=str))
             if missing:
                 unread[index, name] = missing
-    size = {name: itemsize(p.dtype) for name, p in spec.params}
-    return Geometry(
-        full=full,
-        local=tuple(local),
-        gaps=tuple(gaps),
-        unread=unread,
-        nbytes=tuple(sum(param.numel * size[name] for name, param in params.items()) for params in local),
-        full_nbytes=sum(prod(shape) * size[name] for name, shape in full.items()),
-    )
+    return unread

@@ -94,6 +94,7 @@ def _spec(declaration: Declaration, params: tuple[tuple[str, ParamSpec], ...], m
         style=declaration.style,
         method=method,
         tied_to=declaration.tied_to,
+        experts=declaration.experts,
     )
 
 
@@ -114,7 +115,7 @@ def _linear(
         dtype=dtype,
         embedding=declaration.node.kind == "module",
         transposed=getattr(declaration.node.options, "transposed", False),
-        stored={source.name: checkpoint.under(source.name) for source in sources} if checkpoint else {},
+        stored={source.stem(0): checkpoint.headers(source) for source in sources} if checkpoint else {},
     )
 
 
@@ -126,15 +127,18 @@ def _choices(
     own: Stated | None,
 ) -> list[Choice]:
     """Asks for every source; where one holds several parts that rules may name, all of them must get the same."""
-    apart, whole = declaration.forms[0], declaration.forms[-1][0].name
-    parts = [source.name for source in apart] if len(declaration.forms) > 1 else []
+    packed = bool(getattr(declaration.node.options, "packs", ()))
+    apart, whole = declaration.forms[0], declaration.forms[1 if packed else 0][0].name
+    parts = [source.name for source in apart] if packed else []
     found = []
     for source in form:
-        names = parts if source.name == whole and parts else [source.name]
+        names = parts if len(source.views) > 1 and parts else [source.name]
         answers = {}
         for name in names:
             target = _target(declaration, name, whole, parts, source, checkpoint)
-            answers[name] = resolver.choose(replace(target, patterns=resolver.patterns), own)
+            answers[name] = resolver.choose(target.of(0, resolver.patterns), own)
+            if declaration.experts is not None:
+                _check_alike(declaration, target, resolver)
         first = answers[names[0]]
         if not all(answer.like(first) for answer in answers.values()):
             said = ", ".join(f"{name.rpartition('.')[2]}: {answer}" for name, answer in answers.items())
@@ -168,8 +172,20 @@ def _target(
         kind=kind,  # type: ignore[arg-type]
         in_features=side_size(declaration.in_),
         out_features=sum(part.size for part in declaration.out if part.name in held),
-        stored=checkpoint.under(source.name) if checkpoint else {},
+        stored=checkpoint.headers(source) if checkpoint else {},
     )
+
+
+def _check_alike(declaration: Declaration, target: Target, resolver: Resolver) -> None:
+    """Checks that no rule that was asked about the first expert means another one differently."""
+    assert declaration.experts is not None  # noqa: S101 - asked for where it is there
+    for (pattern, dialect), _ in list(resolver.patterns.items()):
+        told = target.apart(pattern, dialect, declaration.experts.units)
+        if told is not None:
+            raise SpecError(
+                f"{declaration.node.path}: the quantisation's rule {pattern!r} treats expert {told} otherwise than "
+                "expert 0; experts of one layer are quantised alike here",
+            )
 
 
 def _part_names(form: tuple[Source, ...]) -> list[str]:

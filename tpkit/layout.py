@@ -14,7 +14,10 @@ from tpkit.errors import ShardingError
 from tpkit.params import ParamSpec
 from tpkit.partition import Axis, Side, side_size
 
-__all__ = ["LayerSpec", "Run", "Source", "View", "apart", "fused", "join"]
+__all__ = ["EXPERT", "LayerSpec", "Run", "Source", "View", "apart", "fused", "join"]
+
+#: stands for the number of an expert in the name of a source
+EXPERT = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,32 @@ class Source:
         name: the stem of its tensors' names, e.g. ``model.layers.0.self_attn.q_proj``.
         views: for each of its segments, where its elements lie along the output dimension.
         size: elements of that dimension in this source.
+        stacked: its tensors hold all experts, along one dimension more that comes first.
+        bare: its weight is called as it is itself, and its other tensors ``name_parameter``.
     """
 
     name: str
     views: tuple[tuple[str, View], ...]
     size: int
+    stacked: bool = False
+    bare: bool = False
 
-    def tensor(self, parameter: str, stem: str | None = None) -> str:
+    @property
+    def numbered(self) -> bool:
+        """Says that each expert has tensors of its own, with its number in their names."""
+        return EXPERT in self.name.split(".")
+
+    def stem(self, expert: int | None = None) -> str:
+        """Returns what the names of its tensors begin with, for one expert."""
+        if expert is None or EXPERT not in self.name:
+            return self.name
+        return ".".join(str(expert) if part == EXPERT else part for part in self.name.split("."))
+
+    def tensor(self, parameter: str, stem: str | None = None, expert: int | None = None) -> str:
         """Returns the name on disk of one of its tensors; `stem` is used in place of its own."""
-        stem = self.name if stem is None else stem
+        stem = self.stem(expert) if stem is None else stem
+        if self.bare:
+            return stem if parameter == "weight" else f"{stem}_{parameter}"
         return f"{stem}.{parameter}" if stem else parameter
 
 
@@ -162,6 +182,7 @@ class LayerSpec:
         style: for the printed plan.
         method: name of the quant method, for the printed plan.
         tied_to: path of the layer whose parameters it shares; it then has none of its own.
+        experts: it stands for as many layers as this axis has units, all alike; everything else is said of one.
     """
 
     path: str
@@ -172,6 +193,7 @@ class LayerSpec:
     style: str = "replicated"
     method: str = ""
     tied_to: str | None = None
+    experts: Axis | None = None
 
     @property
     def stored(self) -> tuple[tuple[str, str, ParamSpec], ...]:
@@ -179,5 +201,15 @@ class LayerSpec:
         return tuple((name, spec.stored or name, spec) for name, spec in self.params if not spec.made)
 
     def axes(self) -> set[Axis]:
-        """Returns the axes that its sides lie on."""
-        return {part.axis for part in (*self.out, *self.in_) if part.axis is not None}
+        """Returns the axes that its sides lie on, and that of its experts."""
+        own = {self.experts} if self.experts is not None else set()
+        return own | {part.axis for part in (*self.out, *self.in_) if part.axis is not None}
+
+    def numbers(self, source: Source) -> Sequence[int | None]:
+        """Returns the experts that have tensors of their own in a source; None stands for all, or for no expert."""
+        return range(self.experts.units) if self.experts is not None and source.numbered else (None,)
+
+    def on_disk(self, spec: ParamSpec, source: Source, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a tensor on disk, for that of its dimensions as they are declared."""
+        stack = (self.experts.units,) if self.experts is not None and source.stacked else ()
+        return (*stack, *spec.on_disk(shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from tpkit.distributed.group import TensorParallel
 from tpkit.errors import PluginError, SpecError
 from tpkit.layers.container import Container
+from tpkit.layers.experts import ExpertLinear
 from tpkit.layers.norm import LayerNorm, Norm, RMSNorm
 from tpkit.layers.parted import PartedLinear
 from tpkit.layers.rotary import Rotary
@@ -147,10 +148,38 @@ class Maker:
                     f"{node.where}: {node.path} is tied to {options.tied.to}, which must be written before it"
                 )
             flags["tied"] = self.made[options.tied.to]
+        if self.plan.layers[node.path].spec.experts is not None:
+            return self._experts(node)
+        if options.compute is not None:
+            flags["compute"] = getattr(torch, options.compute)
         parts = self.plan.planned[node.path].parts
         if parts and not options.tied:
             return self._parted(node, parts, flags)
         built: nn.Module = self.registry.load("style", node.word).build(self._sharded(node), self.tp, **flags)
+        return built
+
+    def _experts(self, node: Node) -> nn.Module:
+        """Returns a projection of this rank's experts: each is made as if it were alone."""
+        options = node.options
+        words = ("scale", "softcap", "compute", "tied")
+        if any(getattr(options, word) is not None for word in words):
+            raise SpecError(f"{node.where}: {node.path}: experts take none of {', '.join(words)}")
+        layer, parts = self.plan.layers[node.path], self.plan.planned[node.path].parts
+        style, made = self.registry.load("style", node.word), []
+        for path, number in layer.units(self.tp.rank):
+            own = replace(self._sharded(node), layer=layer.expert(number or 0), lazy=True)
+            if parts:
+                shards = {p.removeprefix(f"{node.path}."): self._shard(p) for p in parts}
+                shards = {n: replace(s, layer=s.layer.expert(number or 0), lazy=True) for n, s in shards.items()}
+                each = PartedLinear(own, self.tp, shards)
+                self.made.update({f"{node.path}.{name}.{number}": part for name, part in each.parts.items()})
+            else:
+                each = style.build(own, self.tp)
+            self.made[path] = each
+            made.append(each)
+        built = ExpertLinear(layer, self.tp.rank, made)
+        if not parts and not self._sharded(node).lazy:
+            built.stack()
         return built
 
     def _parted(self, node: Node, parts: Sequence[str], flags: Mapping[str, Any]) -> nn.Module:

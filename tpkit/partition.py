@@ -8,10 +8,11 @@ disagree. Units are dealt contiguously and as evenly as they go; a rank may get 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import gcd, inf, lcm
+from typing import Literal
 
 from tpkit.errors import ShardingError
 
@@ -31,12 +32,16 @@ class Axis:
         groups: units come in this many groups of equal size that share something (query heads and their kv head).
             Every rank's share then has the same number of units in each of its groups. None: no groups.
         divided: False keeps the whole axis on every rank (``disable_tp``).
+        over: who shares it. The ranks form expert-parallel groups (one, unless ``--ep`` asks for more): "groups" deals
+            the units (experts) to them, and the ranks of a group hold the same ones; "group" deals the units (the width
+            of each expert) to the ranks of every group.
     """
 
     name: str
     units: int
     groups: int | None = None
     divided: bool = True
+    over: Literal["ranks", "groups", "group"] = "ranks"
 
     def __post_init__(self) -> None:
         if self.units < 1 or (self.groups is not None and self.groups < 1):
@@ -156,7 +161,12 @@ def _apportion(count: int, weights: Sequence[float]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def divide(
-    axis: Axis, ranks: int, *, granules: tuple[int, ...] = (1,), weights: tuple[float, ...] | None = None
+    axis: Axis,
+    ranks: int,
+    *,
+    granules: tuple[int, ...] = (1,),
+    weights: tuple[float, ...] | None = None,
+    ep: int = 1,
 ) -> tuple[Share, ...]:
     """Divides an axis over ranks: the one place where who holds what is decided.
 
@@ -166,10 +176,27 @@ def divide(
         granules: cuts to prefer, coarsest first, in units (in groups where the groups are dealt); the first whose
             result is fair is taken, and 1 is always tried last.
         weights: a weight per rank for unequal devices.
+        ep: expert-parallel groups that the ranks form; they need not be equal.
 
     Returns:
         one share per rank.
     """
+    if axis.over == "ranks":
+        return _divide(axis, ranks, granules, weights)
+    groups = deal(ranks, ep)
+    if axis.over == "group":
+        inner = (_divide(axis, b - a, granules, weights[a:b] if weights else None) for a, b in groups)
+        return tuple(share for shares in inner for share in shares)
+    by_group = tuple(sum(weights[a:b]) if weights else float(b - a) for a, b in groups)
+    shares = _divide(axis, ep, granules, by_group if len(set(by_group)) > 1 else None)
+    return tuple(
+        share if rank == first else replace(share, owner=False)
+        for share, (first, last) in zip(shares, groups, strict=True)
+        for rank in range(first, last)
+    )
+
+
+def _divide(axis: Axis, ranks: int, granules: tuple[int, ...], weights: tuple[float, ...] | None) -> tuple[Share, ...]:
     if not axis.divided or ranks == 1:
         whole = Share(start=0, stop=axis.units, group_start=0, group_stop=axis.groups or axis.units)
         return (whole, *[Share(**{**vars(whole), "owner": False})] * (ranks - 1)) if ranks > 1 else (whole,)

@@ -42,11 +42,13 @@ class ModelPlan:
         layers: divided layers by path; a tied one has its owner's.
         declarations: by path.
         planned: what was planned for each layer, by path: its quant method, its parts; a tied one has its owner's.
+        ep: in how many groups the ranks share the experts.
     """
 
     spec: BoundSpec
     dtype: str
     load: LoadPlan
+    ep: int = 1
     layers: Mapping[str, DividedLayer]
     declarations: Mapping[str, Declaration]
     planned: Mapping[str, PlannedLayer]
@@ -69,6 +71,7 @@ class ModelPlan:
             "dtype": self.dtype,
             "plugins": plugins,
             "quantisation": _digest(f"{path} {c} {c.method.options!r}" for path, c in chosen.items()),
+            "experts": str(self.ep),
             "bytes per rank": str([self.load.param_bytes(rank) for rank in range(self.load.ranks)]),
         }
 
@@ -85,7 +88,7 @@ class Prepared:
     ties: tuple[LayerSpec, ...]
     said: bool
 
-    def divide(self, ranks: int, split: Sequence[float] | None = None) -> ModelPlan:
+    def divide(self, ranks: int, split: Sequence[float] | None = None, ep: int = 1) -> ModelPlan:
         """Divides over ranks and proves the plan; see `plan_model`."""
         if ranks < 1:
             raise UsageError(f"{ranks} ranks: at least one is needed")
@@ -93,8 +96,9 @@ class Prepared:
             raise UsageError(f"{ranks} ranks: more than {MAX_RANKS} are taken for a mistake")
         if split is not None and (len(split) != ranks or not all(0 < w < inf for w in (*split, sum(split)))):
             raise UsageError(f"split {list(split)} for {ranks} ranks", hint="give a positive weight for each rank")
+        self._check_ep(ranks, ep)
         pairs = [(each.spec, each.form) for each in self.planned]
-        divided = divide_layers(pairs, ranks, tuple(split) if split is not None else None)
+        divided = divide_layers(pairs, ranks, tuple(split) if split is not None else None, ep)
         by_path = {layer.spec.path: layer for layer in divided}
         planned = {each.spec.path: each for each in self.planned}
         for tie in self.ties:
@@ -107,7 +111,17 @@ class Prepared:
             layers=by_path,
             declarations=self.declarations,
             planned=planned,
+            ep=ep,
         )
+
+    def _check_ep(self, ranks: int, ep: int) -> None:
+        if not 1 <= ep <= ranks:
+            raise UsageError(
+                f"{ep} expert-parallel groups of {ranks} ranks: from 1 to {ranks} are possible",
+                hint="--tp is the number of all ranks; --ep says in how many groups they share the experts",
+            )
+        if ep > 1 and not any(each.spec.experts for each in self.planned):
+            raise UsageError(f"{ep} expert-parallel groups, but {self.spec.source} has no experts")
 
     def _load(self, divided: list[DividedLayer], ranks: int) -> LoadPlan:
         try:
@@ -143,6 +157,7 @@ def plan_model(
     checkpoint: Checkpoint | None = None,
     dtype: str = "auto",
     split: Sequence[float] | None = None,
+    ep: int = 1,
     registry: Registry | None = None,
 ) -> ModelPlan:
     """Plans a model.
@@ -153,12 +168,13 @@ def plan_model(
         checkpoint: stored tensors; None plans from the description alone.
         dtype: "float32", "bfloat16", "float16"; "auto": the checkpoint's, else config.json's, else bfloat16.
         split: a weight per rank, for unequal devices.
+        ep: in how many groups the ranks share the experts; the ranks of a group divide each expert's width.
         registry: plugins; None: what is installed.
 
     Raises:
         SpecError, PluginError, ShardingError, LoadError: whatever does not fit, before a byte of a weight is read.
     """
-    return prepare(spec, checkpoint=checkpoint, dtype=dtype, registry=registry).divide(ranks, split)
+    return prepare(spec, checkpoint=checkpoint, dtype=dtype, registry=registry).divide(ranks, split, ep)
 
 
 def prepare(
@@ -170,7 +186,7 @@ def prepare(
     declarations = _declare(spec, registry, checkpoint)
     resolver = Resolver(registry, _stated(spec, checkpoint))
     planned = [each for declaration in declarations for each in layers_of(declaration, checkpoint, resolver, name)]
-    resolver.check_patterns(source.name for each in planned for source in each.form)
+    resolver.check_patterns(source.stem(0) for each in planned for source in each.form)
     quantised = any(each.choice is not None and each.choice.name != "none" for each in planned)
     if resolver.said and not quantised:
         raise SpecError(
@@ -220,7 +236,7 @@ def _declare(spec: BoundSpec, registry: Registry, checkpoint: Checkpoint | None)
         return tried[0]
 
     def found(declarations: list[Declaration]) -> int:
-        return sum(any(checkpoint.holds(s.name) for form in d.forms for s in form) for d in declarations)
+        return sum(any(checkpoint.has(s) for form in d.forms for s in form) for d in declarations)
 
     return max(tried, key=found)
 
@@ -255,6 +271,7 @@ def derived_checkpoint(plan: ModelPlan) -> Checkpoint:
         in_size = side_size(layer.spec.in_)
         for _, on_disk, spec in layer.spec.stored:
             for source in layer.form:
-                shape = spec.on_disk(stored_shape(spec, source, in_size))
-                tensors[source.tensor(on_disk)] = Stored(dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0)
+                shape = layer.spec.on_disk(spec, source, stored_shape(spec, source, in_size))
+                stored = Stored(dtype=spec.dtype, shape=shape, file=Path("(derived)"), begin=0)
+                tensors.update((source.tensor(on_disk, expert=n), stored) for n in layer.spec.numbers(source))
     return Checkpoint(Path("(derived)"), tensors)

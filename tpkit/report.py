@@ -46,13 +46,21 @@ class Row:
 def rows_of(plan: ModelPlan) -> list[Row]:
     """Returns one row for each parameter, repeated layers folded, in written order."""
     folded: dict[tuple[str, str, str, str, tuple[int, ...], tuple[tuple[int, ...], ...]], int] = {}
-    for layer in plan.load.layers:
+    load = plan.load
+    for layer in load.layers:
         for name, spec in layer.spec.params:
             path = _NUMBER.sub("*", f"{layer.spec.path}.{name}")
-            shapes = tuple(local[name].shape for local in layer.geometry.local)
-            key = (path, layer.spec.style, layer.spec.method, spec.dtype, layer.geometry.full[name], shapes)
+            held = [layer.experts(rank) for rank in range(load.ranks)]
+            shapes = tuple(_stack(n, local[name].shape) for n, local in zip(held, layer.geometry.local, strict=True))
+            full = _stack(range(layer.spec.experts.units) if layer.spec.experts else None, layer.geometry.full[name])
+            key = (path, layer.spec.style, layer.spec.method, spec.dtype, full, shapes)
             folded[key] = folded.get(key, 0) + 1
     return [_row(key, count) for key, count in folded.items()]
+
+
+def _stack(experts: range | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of what all these experts hold together."""
+    return shape if experts is None else (len(experts), *shape)
 
 
 def _row(key: tuple[str, str, str, str, tuple[int, ...], tuple[tuple[int, ...], ...]], count: int) -> Row:
@@ -77,6 +85,7 @@ def plan_json(plan: ModelPlan) -> dict[str, Any]:
     load = plan.load
     return {
         "tp": load.ranks,
+        "ep": plan.ep,
         "ranks": [
             {"rank": r, "param_bytes": load.param_bytes(r), "checkpoint_bytes": load.checkpoint_bytes(r)}
             for r in range(load.ranks)

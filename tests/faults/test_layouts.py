@@ -137,7 +137,7 @@ def test_a_declared_layout_loads_the_same_shards(tp: int, layout: Any, reorder: 
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        ({"per": "head", "order": ["q", "k", "v"]}, r"k and v have 2 heads for 4 query heads"),
+        ({"per": "head", "order": ["q", "k", "v"]}, r"per: head, which are 4, but k and v come in 2"),
         (["q", "k"], "v"),
         (["q", "k", "w"], "w"),
         ({"per": "layer", "order": ["q", "k", "v"]}, "head, kv_head"),

@@ -21,7 +21,12 @@ NAMES = ("llama", "qwen2", "qwen3")
 def registry() -> Registry:
     """The built-in words, whether or not tpkit is installed."""
     made = Registry()
-    for name, target in (("attention", attention.Attention), ("mlp", feedforward.Mlp), ("embedding", tables.Embedding)):
+    for name, target in (
+        ("attention", attention.Attention),
+        ("mlp", feedforward.Mlp),
+        ("moe", feedforward.Moe),
+        ("embedding", tables.Embedding),
+    ):
         made.register("module", name, target)
     for name in ("column", "row", "qkv", "merged_column", "vocab", "replicated"):
         made.register("style", name, getattr(styles, name))

@@ -65,7 +65,13 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     """Returns what is said of a tensor that is not there; with `near`, also what is there instead."""
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
-    own = {source.tensor(on_disk) for form in spec.forms for source in form for _, on_disk, _ in spec.stored}
+    own = {
+        source.tensor(on_disk, expert=expert)
+        for form in spec.forms
+        for source in form
+        for expert in spec.numbers(source)
+        for _, on_disk, _ in spec.stored
+    }
     strangers = [name for name in checkpoint.tensors if name not in own]
     beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, strangers) if near else ""
     goal = f"{spec.path}.{last}" if spec.path else tensor
@@ -73,12 +79,12 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
 
 
 def check_header(
-    tensor: str, stored: Stored, param: ParamSpec, shape: tuple[int, ...], findings: Findings, spec: LayerSpec
+    tensor: str, stored: Stored, param: ParamSpec, wanted: tuple[int, ...], findings: Findings, spec: LayerSpec
 ) -> None:
-    """Notes a stored tensor whose shape (up to dimensions of one element) or type is not the parameter's."""
-    wanted = param.on_disk(shape)
+    """Notes a stored tensor whose shape (up to dimensions of one element) or type is not what is wanted on disk."""
     if _squeezed(stored.shape) != _squeezed(wanted):
-        hint = "; it looks transposed: say `transposed: true`" if stored.shape == tuple(reversed(wanted)) else ""
+        turned = stored.shape == (*wanted[:-2], *reversed(wanted[-2:]))
+        hint = "; it looks transposed: say `transposed: true`" if turned else ""
         findings.add(
             "wrong shape",
             f"{tensor} is {list(stored.shape)} in {stored.file.name}, {spec.path or 'the layer'} needs "

@@ -73,7 +73,7 @@ def load_model(
     try:
         transfers = sorted(plan.transfers(rank), key=lambda t: (t.stored.file, t.stored.begin))
         left = Counter(transfer.layer for transfer in transfers)
-        for path in [layer.spec.path for layer in plan.layers if not left[layer.spec.path]]:
+        for path in [path for path in plan.units(rank) if not left[path]]:
             work.begin(path)
             work.finish(path)
         for transfer in transfers:
@@ -105,19 +105,17 @@ class _Work:
             return
         self.begun.add(path)
         self.modules[path].allocate()
-        for layer, name, value in self.plan.defaults:
-            if layer == path:
-                parameter_of(self.modules, path, name).fill_(value)
+        for name, value in self.plan.defaults.get(path, {}).items():
+            parameter_of(self.modules, path, name).fill_(value)
 
     def finish(self, path: str) -> None:
         """Hands over what is not sliced, compares a tied copy, and lets the quant method repack."""
         module = self.modules[path]
-        for layer, name, segment, tensor in self.plan.blobs:
-            if layer == path:
-                stored = _stored(self.plan, tensor)
-                whole = tuple(Run(0, n) for n in stored.shape)
-                piece = self.reader.read(tensor, stored, stored.shape, whole).clone()
-                module.blobs.setdefault(name, {})[segment] = piece
+        for name, segment, tensor in self.plan.blobs.get(path, ()):
+            stored = _stored(self.plan, tensor)
+            whole = tuple(Run(0, n) for n in stored.shape)
+            piece = self.reader.read(tensor, stored, stored.shape, whole).clone()
+            module.blobs.setdefault(name, {})[segment] = piece
         order = [part.name for part in module.sharded.layer.spec.out]
         for name, held in module.blobs.items():
             module.blobs[name] = {segment: held[segment] for segment in order if segment in held}
@@ -222,11 +220,15 @@ def _chunks(transfer: Transfer) -> Iterable[tuple[Sequence[Run], tuple[int, int]
 
 
 def _read(transfer: Transfer, box: Sequence[Run], reader: Reader) -> torch.Tensor:
-    if not transfer.transposed:
-        return reader.read(transfer.tensor, transfer.stored, transfer.shape, tuple(box))
-    shape, box = tuple(reversed(transfer.shape)), tuple(reversed(box))
-    piece = reader.read(transfer.tensor, transfer.stored, shape, box)
-    return piece.permute(*reversed(range(piece.ndim)))
+    shape, box = transfer.shape, tuple(box)
+    if transfer.transposed:
+        shape, box = tuple(reversed(shape)), tuple(reversed(box))
+    if transfer.stack is not None:
+        number, of = transfer.stack
+        piece = reader.read(transfer.tensor, transfer.stored, (of, *shape), (Run(number, 1), *box))[0]
+    else:
+        piece = reader.read(transfer.tensor, transfer.stored, shape, box)
+    return piece.permute(*reversed(range(piece.ndim))) if transfer.transposed else piece
 
 
 def _check_zero(plan: LoadPlan, reader: Reader) -> None:

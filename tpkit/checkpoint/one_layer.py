@@ -71,7 +71,7 @@ def _asked_again(
     linear, params = module.sharded.linear, module.sharded.layer.spec.params
     if module.quant_method is None or linear is None:
         return params
-    stored = {source.name: checkpoint.under(source.name) for source in form}
+    stored = {source.name: checkpoint.headers(source) for source in form}
     return module.quant_method.parameters(replace(linear, stored=stored), "bias" in dict(params))
 
 

@@ -15,6 +15,7 @@ from tpkit.dtypes import itemsize
 from tpkit.errors import SpecError, did_you_mean
 from tpkit.geometry import Box, stored_shape
 from tpkit.layout import LayerSpec, Source
+from tpkit.params import ParamSpec
 from tpkit.partition import side_size
 
 __all__ = ["LoadPlan", "Transfer", "choose_form", "plan_load"]
@@ -29,7 +30,8 @@ class Transfer:
         shape: the shape in which the box is meant (the stored one up to dimensions of one element).
         transposed: the box is in the reverse order of the stored dimensions.
         box: what is read.
-        layer, param: where it goes.
+        layer, param: where it goes; of experts, the one's module.
+        stack: (number, of how many) where the tensor holds all experts and this is of one; the box is within that one.
         target: the box of the parameter that it fills.
     """
 
@@ -41,6 +43,7 @@ class Transfer:
     layer: str
     param: str
     target: Box
+    stack: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +62,8 @@ class LoadPlan:
         ignored: tensors left out by an ignore rule: name -> (rule, bytes).
         zero: biases that the description does not know; they must prove to be all zero.
         equal: stored copies of tied parameters that must prove equal: (tensor, tied layer, layer it shares).
-        defaults: parameters absent from the checkpoint that take their stated default: (layer, param, value).
-        blobs: whole tensors handed over to a layer: (layer, param, segment, tensor).
+        defaults: parameters absent from the checkpoint that take their stated default: layer -> param -> value.
+        blobs: whole tensors handed over to a layer: layer -> [(param, segment, tensor)].
         conversions: (stored dtype, parameter dtype) -> number of tensors.
     """
 
@@ -71,9 +74,14 @@ class LoadPlan:
     ignored: dict[str, tuple[str, int]] = field(default_factory=dict)
     zero: list[str] = field(default_factory=list)
     equal: list[tuple[str, LayerSpec, DividedLayer]] = field(default_factory=list)
-    defaults: list[tuple[str, str, float]] = field(default_factory=list)
-    blobs: list[tuple[str, str, str, str]] = field(default_factory=list)
+    defaults: dict[str, dict[str, float]] = field(default_factory=dict)
+    blobs: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
     conversions: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def units(self, rank: int) -> Iterator[str]:
+        """Yields the paths of the modules that a rank fills, one for each of its experts."""
+        for layer in self.layers:
+            yield from (path for path, _ in layer.units(rank))
 
     def transfers(self, rank: int) -> Iterator[Transfer]:
         """Yields a rank's copies, layer by layer."""
@@ -82,22 +90,30 @@ class LoadPlan:
 
     def layer_transfers(self, layer: DividedLayer, rank: int, rename: str | None = None) -> Iterator[Transfer]:
         """Yields the copies of one layer; `rename` reads them from another stem (the copy of a tied parameter)."""
+        for path, expert in layer.units(rank):
+            yield from self._unit_transfers(layer, rank, path, expert, rename)
+
+    def _unit_transfers(
+        self, layer: DividedLayer, rank: int, path: str, expert: int | None, rename: str | None
+    ) -> Iterator[Transfer]:
         if self.checkpoint is None:
             return
         for name, on_disk, spec in layer.spec.stored:
             for copy in layer.geometry.local[rank][name].copies:
                 source = layer.form[copy.source]
-                tensor = source.tensor(on_disk, rename)
+                tensor = source.tensor(on_disk, rename, expert)
                 if tensor in self.checkpoint.tensors and all(run.count for run in copy.box):
+                    of = layer.spec.experts.units if layer.spec.experts is not None else 0
                     yield Transfer(
                         tensor=tensor,
                         stored=self.checkpoint.tensors[tensor],
                         shape=stored_shape(spec, source, side_size(layer.spec.in_)),
                         transposed=spec.transposed,
                         box=copy.box,
-                        layer=layer.spec.path,
+                        layer=path,
                         param=name,
                         target=copy.target,
+                        stack=(expert, of) if source.stacked and expert is not None else None,
                     )
 
     def param_bytes(self, rank: int) -> int:
@@ -125,7 +141,7 @@ def choose_form(spec_forms: Sequence[tuple[Source, ...]], checkpoint: Checkpoint
     """Returns the form in which a layer is stored: the first of which any source is found, else the first."""
     if checkpoint is not None:
         for form in spec_forms:
-            if any(checkpoint.holds(source.name) for source in form):
+            if any(checkpoint.has(source) for source in form):
                 return form
     return spec_forms[0]
 
@@ -180,29 +196,51 @@ def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fi
     in_size = side_size(spec.in_)
     for name, on_disk, param in spec.stored:
         for source in layer.form:
-            tensor = source.tensor(on_disk)
-            stored = checkpoint.tensors.get(tensor)
-            if stored is None:
-                if param.default is None:
-                    findings.add("missing", missing_line(tensor, spec, checkpoint, near=findings.shown("missing")))
-                elif (spec.path, name, param.default) not in plan.defaults:
-                    plan.defaults.append((spec.path, name, param.default))
-                continue
-            used.add(tensor)
-            if param.is_blob:
-                plan.blobs.extend((spec.path, name, segment, tensor) for segment, _ in source.views)
-                continue
-            check_header(tensor, stored, param, stored_shape(param, source, in_size), findings, spec)
-            if stored.dtype != param.dtype:
-                key = (stored.dtype, param.dtype)
-                plan.conversions[key] = plan.conversions.get(key, 0) + 1
+            shape = () if param.is_blob else spec.on_disk(param, source, stored_shape(param, source, in_size))
+            for expert in spec.numbers(source):
+                tensor = source.tensor(on_disk, expert=expert)
+                stored = checkpoint.tensors.get(tensor)
+                if stored is None:
+                    _absent(plan, layer, name, param, tensor, expert, findings)
+                    continue
+                used.add(tensor)
+                if param.is_blob:
+                    path = spec.path if expert is None else f"{spec.path}.{expert}"
+                    plan.blobs.setdefault(path, []).extend((name, segment, tensor) for segment, _ in source.views)
+                    continue
+                check_header(tensor, stored, param, shape, findings, spec)
+                if stored.dtype != param.dtype:
+                    key = (stored.dtype, param.dtype)
+                    plan.conversions[key] = plan.conversions.get(key, 0) + 1
     return used
 
 
+def _absent(
+    plan: LoadPlan,
+    layer: DividedLayer,
+    name: str,
+    param: ParamSpec,
+    tensor: str,
+    expert: int | None,
+    findings: Findings,
+) -> None:
+    """Notes a tensor that is not stored: a default stands for it, or it is missing."""
+    spec = layer.spec
+    if param.default is None:
+        checkpoint = plan.checkpoint
+        assert checkpoint is not None  # noqa: S101 - only then tensors are matched
+        findings.add("missing", missing_line(tensor, spec, checkpoint, near=findings.shown("missing")))
+        return
+    numbers = range(spec.experts.units) if spec.experts is not None and expert is None else (expert,)
+    for number in numbers:
+        path = spec.path if number is None else f"{spec.path}.{number}"
+        plan.defaults.setdefault(path, {})[name] = param.default
+
+
 def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> None:
-    found = [[source.name for source in form if checkpoint.holds(source.name)] for form in layer.spec.forms]
+    found = [{source.stem(0) for source in form if checkpoint.has(source)} for form in layer.spec.forms]
     found = [names for names in found if names]
-    if len(found) > 1:
+    if any(names != found[0] for names in found[1:]):
         names = " and ".join(listed(names) for names in found)
         findings.add("stored both fused and apart", f"{layer.spec.path}: {names}; one of them must go")
 
@@ -217,7 +255,7 @@ def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoin
         for _, on_disk, param in owner.spec.stored:
             twin, tensor = owner.form[0].tensor(on_disk), owner.form[0].tensor(on_disk, stem)
             if tensor in checkpoint.tensors and twin in checkpoint.tensors:
-                shape = stored_shape(param, owner.form[0], side_size(owner.spec.in_))
+                shape = param.on_disk(stored_shape(param, owner.form[0], side_size(owner.spec.in_)))
                 check_header(tensor, checkpoint.tensors[tensor], param, shape, findings, tie)
                 plan.equal.append((tensor, tie, owner))
                 used.add(tensor)
@@ -227,12 +265,19 @@ def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoin
 def _untied(layers: Sequence[DividedLayer], checkpoint: Checkpoint) -> str | None:
     """Returns a hint where a head is not stored, but an embedding of its size is."""
     vocab = [layer for layer in layers if layer.spec.style == "vocab"]
-    stored = {(layer.spec.out, layer.spec.in_): layer for layer in vocab if checkpoint.holds(layer.form[0].name)}
+    stored = {(layer.spec.out, layer.spec.in_): layer for layer in vocab if checkpoint.has(layer.form[0])}
     for layer in vocab:
         twin = stored.get((layer.spec.out, layer.spec.in_))
-        if twin is not None and not checkpoint.holds(layer.form[0].name):
+        if twin is not None and not checkpoint.has(layer.form[0]):
             return f"if {layer.spec.path} shares the weight of {twin.spec.path}, set tie_word_embeddings to true"
     return None
+
+
+def _names(layer: DividedLayer) -> Iterator[str]:
+    """Yields the names of all tensors on disk that a layer is made of."""
+    for source in layer.form:
+        for expert in layer.spec.numbers(source):
+            yield from (source.tensor(on_disk, expert=expert) for _, on_disk, _ in layer.spec.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +292,7 @@ class _Rule:
 def _rules(
     layers: Sequence[DividedLayer], ignore: Sequence[str], accepted: Mapping[str, str], description: str
 ) -> list[_Rule]:
-    parameters = [
-        source.tensor(on_disk) for layer in layers for source in layer.form for _, on_disk, _ in layer.spec.stored
-    ]
+    parameters = [name for layer in layers for name in _names(layer)]
     rules = [_Rule(text, matcher(text), False) for text in ignore]
     for rule in rules:
         covered = [name for name in parameters if rule.pattern.fullmatch(name)]
@@ -268,14 +311,14 @@ def _match_rest(
     rules: Sequence[_Rule],
     findings: Findings,
 ) -> None:
-    built = {source.name for layer in layers if layer.spec.in_ for source in layer.form}
-    absent = [
-        tensor
+    built = {
+        source.stem(expert)
         for layer in layers
+        if layer.spec.in_
         for source in layer.form
-        for _, on_disk, _ in layer.spec.stored
-        if (tensor := source.tensor(on_disk)) not in checkpoint.tensors
-    ]
+        for expert in layer.spec.numbers(source)
+    }
+    absent = [name for layer in layers for name in _names(layer) if name not in checkpoint.tensors]
     for name, stored in checkpoint.tensors.items():
         if name in used:
             continue

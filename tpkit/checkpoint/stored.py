@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from tpkit.dtypes import FLOATS, itemsize
 from tpkit.errors import CheckpointError
-from tpkit.layout import View
+from tpkit.layout import Source, View
 from tpkit.params import Header
 
 __all__ = ["Checkpoint", "Stored", "matcher", "stamp_of"]
@@ -82,6 +82,35 @@ class Checkpoint:
         if not stem:
             return any("." not in name for name in self.tensors)
         return stem in self.stems or stem in self.tensors
+
+    def has(self, source: Source) -> bool:
+        """Says whether any tensor of a source is stored; of experts with tensors of their own, of the first."""
+        stem = source.stem(0)
+        if source.bare:
+            return stem in self.tensors or bool(self._beside(stem))
+        return stem in self.stems if source.stacked else self.holds(stem)
+
+    def headers(self, source: Source, expert: int = 0) -> dict[str, Header]:
+        """Returns the headers of a source's tensors by parameter name; of one expert, without the others' dimension."""
+        stem = source.stem(expert)
+        if source.bare:
+            found = self._beside(stem)
+            if stem in self.tensors:
+                stored = self.tensors[stem]
+                found["weight"] = Header(dtype=stored.dtype, shape=stored.shape, encoding=stored.encoding)
+        else:
+            found = self.under(stem)
+        if source.stacked:
+            found = {name: replace(header, shape=header.shape[1:]) for name, header in found.items()}
+        return found
+
+    def _beside(self, stem: str) -> dict[str, Header]:
+        """Returns the headers of ``stem_name`` tensors, by name."""
+        parent, _, last = stem.rpartition(".")
+        every = self.under(parent)
+        return {
+            name[len(last) + 1 :]: h for name, h in every.items() if name.startswith(f"{last}_") and "." not in name
+        }
 
     def under(self, stem: str) -> dict[str, Header]:
         """Returns the headers of the tensors below a module's path, by the rest of their names; "": all of them."""

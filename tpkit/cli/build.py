@@ -28,7 +28,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     add_model_arguments(parser)
-    parser.add_argument("--tp", type=int, metavar="N", help="number of ranks (default: those of torchrun, else 1)")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="number of ranks (default: those of torchrun, else N of --ep)"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one, else cpu")
     parser.add_argument("--dummy-weights", action="store_true", help="seeded random weights, no checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and of sampling (default 0)")
@@ -46,11 +48,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--seed {args.seed}: from 0 to 2**63 - 1")
     if args.tp is not None and args.tp < 1:
         raise UsageError(f"--tp {args.tp}: at least one rank is needed")
+    if args.ep < 1:
+        raise UsageError(f"--ep {args.ep}: at least one group is needed")
+    if joined is None and args.tp is None:
+        args.tp = args.ep
     if joined is not None and args.tp not in (None, joined):
         raise UsageError(f"--tp {args.tp}, but the launcher started {joined} ranks", hint="leave --tp out")
     if args.chat and args.prompt is None:
         raise UsageError("--chat needs a --prompt")
-    if joined is None and (args.tp or 1) > 1:
+    if joined is None and args.tp > 1:
         return _launch(args)
     return _rank(args, several=joined is not None and joined > 1)
 
@@ -70,7 +76,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     spec = _prepare(args)
     checkpoint = None if args.dummy_weights else open_checkpoint(args.checkpoint)
-    plan_model(spec, ranks=args.tp, checkpoint=checkpoint, dtype=args.dtype, split=split_of(args))
+    plan_model(spec, ranks=args.tp, checkpoint=checkpoint, dtype=args.dtype, split=split_of(args), ep=args.ep)
     return launch(_argv(args), args.tp)
 
 
@@ -129,6 +135,7 @@ def _rank(args: argparse.Namespace, several: bool) -> int:
         dummy_weights=args.dummy_weights,
         seed=args.seed,
         split=split_of(args),
+        ep=args.ep,
         progress=_Progress() if first and sys.stderr.isatty() else None,
     )
     answer = _report(args, model, first)
@@ -176,12 +183,14 @@ def _report(args: argparse.Namespace, model: Model, first: bool) -> dict[str, An
     ranks = model.tp.gather_objects(mine)
     backend = torch.distributed.get_backend(model.tp.group) if model.tp.group is not None else "none"
     if first and not args.json:
-        title = f"{model.spec.family}, tp {model.tp.size} ({backend}), {model.plan.dtype}"
+        ep = f", ep {model.plan.ep}" if model.plan.ep > 1 else ""
+        title = f"{model.spec.family}, tp {model.tp.size}{ep} ({backend}), {model.plan.dtype}"
         sys.stdout.write(f"{title}\n\n{plan_text(model.plan, model.device.type)}\n\n{ranks_text(ranks)}\n")
     return {
         "schema": 1,
         "model": model.spec.family,
         "tp": model.tp.size,
+        "ep": model.plan.ep,
         "backend": backend,
         "dtype": model.plan.dtype,
         "ranks": ranks,

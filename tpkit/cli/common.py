@@ -34,6 +34,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_description_arguments(parser)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
                         help="of the model; auto: the checkpoint's")  # fmt: skip
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel groups that the ranks form: "
+                        "groups share the experts, ranks of a group divide each one's width (default 1)")  # fmt: skip
     parser.add_argument("--tp-split", metavar="W,W,...", help="a weight per rank, for unequal devices")
 
 

@@ -3,6 +3,7 @@
 from tpkit.layers.attention import Attention
 from tpkit.layers.container import Container
 from tpkit.layers.context import ForwardContext, KVCache
+from tpkit.layers.convolution import CausalConv
 from tpkit.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from tpkit.layers.linear import (
     ColumnParallelLinear,
@@ -14,11 +15,14 @@ from tpkit.layers.linear import (
 from tpkit.layers.mlp import Mlp
 from tpkit.layers.norm import LayerNorm, RMSNorm
 from tpkit.layers.parallel import ParallelLinear
+from tpkit.layers.parted import PartedLinear
+from tpkit.layers.roles import RoleModule
 from tpkit.layers.rotary import Rotary
 from tpkit.layers.sharded import Sharded, ShardedModule
 
 __all__ = [
     "Attention",
+    "CausalConv",
     "ColumnParallelLinear",
     "Container",
     "ForwardContext",
@@ -28,9 +32,11 @@ __all__ = [
     "Mlp",
     "ParallelLMHead",
     "ParallelLinear",
+    "PartedLinear",
     "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
+    "RoleModule",
     "Rotary",
     "RowParallelLinear",
     "Sharded",

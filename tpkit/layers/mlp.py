@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from tpkit.errors import SpecError
+from tpkit.layers.activations import ACTIVATIONS, gate_of
 from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
-    from tpkit.feedforward import MlpOptions
+    from tpkit.feedforward import MlpOptions, MoeOptions
     from tpkit.making import BuildContext
+    from tpkit.modules import Children
 
-__all__ = ["ACTIVATIONS", "Mlp"]
-
-_tanh = partial(F.gelu, approximate="tanh")
-
-#: by the names of config.json
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_fast": _tanh,
-    "gelu_new": _tanh,
-    "gelu_pytorch_tanh": _tanh,
-    "linear": lambda x: x,
-    "mish": F.mish,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "swish": F.silu,
-    "tanh": torch.tanh,
-}
+__all__ = ["ACTIVATIONS", "FeedForward", "Mlp"]
 
 
-class Mlp(RoleModule):
+class FeedForward(RoleModule):
+    """What is between both projections of a feed-forward.
+
+    Args:
+        options: bound words of the description, with an activation.
+        children: role -> (name, module).
+        gated: the first projection gives a gate and what it multiplies.
+    """
+
+    def __init__(self, options: MlpOptions | MoeOptions, children: Children, gated: bool) -> None:
+        super().__init__(children)
+        if (self.child("activation") is None) == (options.activation == "child"):
+            raise SpecError("a feed-forward has a child in the role activation where it says so, activation: child")
+        self.gated = gated
+        named = isinstance(options.activation, str)
+        if not named and not gated:
+            raise SpecError("a gated activation needs a gate: a merged_column projection")
+        self._act = ACTIVATIONS.get(options.activation, self._own) if isinstance(options.activation, str) else None
+        self._gate = gate_of(self._act or options.activation)  # type: ignore[arg-type]
+
+    def activated(self, y: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Returns ``[..., width]`` of the first projection's output, whose segments are of these sizes."""
+        if self.gated:
+            gate, up = y.split(list(sizes), dim=-1)
+            return self._gate(gate, up)
+        assert self._act is not None  # noqa: S101 - refused above
+        return self._act(y)
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.child("activation")
+        assert own is not None  # noqa: S101 - it was there when this was made
+        y: torch.Tensor = own(x)
+        return y
+
+
+class Mlp(FeedForward):
     """``down(act(gate(x)) * up(x))`` with a merged projection, ``down(act(up(x)))`` with a plain one.
 
     Args:
@@ -48,25 +63,18 @@ class Mlp(RoleModule):
         build: not used here.
     """
 
-    def __init__(self, options: MlpOptions, children: Mapping[str, tuple[str, nn.Module]], build: BuildContext) -> None:
-        super().__init__(children)
-        if (self.child("activation") is None) == (options.activation == "child"):
-            raise SpecError("a feed-forward has a child in the role activation where it says so, activation: child")
-        self._act = ACTIVATIONS.get(options.activation, self._own)
+    def __init__(self, options: MlpOptions, children: Children, build: BuildContext) -> None:
+        up = children["up_proj"][1]
+        super().__init__(options, children, len(getattr(up, "out_sizes", ())) == 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``[B, L, hidden]`` for the same, equal on every rank."""
-        up, down = self.projection("up_proj"), self.projection("down_proj")
-        y = up(x)
-        if len(up.out_sizes) == 2:
-            gate, y = y.split(up.out_sizes, dim=-1)
-            y = self._act(gate) * y
-        else:
-            y = self._act(y)
-        return down(y)  # type: ignore[no-any-return]
+        return self.projection("down_proj")(self._inner(x))  # type: ignore[no-any-return]
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.child("activation")
-        assert own is not None  # noqa: S101 - it was there when this was made
-        y: torch.Tensor = own(x)
-        return y
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's summand of `forward`; their sum over the ranks is it."""
+        return self.projection("down_proj").partial(self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.projection("up_proj")
+        return self.activated(up(x), up.out_sizes)

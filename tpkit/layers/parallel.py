@@ -28,6 +28,7 @@ class ParallelLinear(ShardedModule):
         skip_bias_add: return ``(output, bias)`` and leave the adding to the caller.
         scale: multiplies the output.
         softcap: the output becomes ``softcap * tanh(output / softcap)``.
+        compute: it multiplies in this type, and gives it.
         tied: a module whose parameters it shares.
     """
 
@@ -42,9 +43,11 @@ class ParallelLinear(ShardedModule):
         skip_bias_add: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        compute: torch.dtype | None = None,
         tied: ShardedModule | None = None,
     ) -> None:
         super().__init__(sharded, tp, tied=tied)
+        self.compute_dtype = compute
         self.gather_output = gather_output
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
@@ -90,6 +93,22 @@ class ParallelLinear(ShardedModule):
             y = y + self.bias  # after the reduction: once, not once per rank
         return self._finish(y)
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's summand of what `forward` gives: for a caller that adds it up with something else.
+
+        Args:
+            x: ``[..., in]``, as `forward` takes it.
+
+        Returns:
+            ``[..., out]``; what every rank has whole counts on the first one.
+        """
+        if self.in_divided and not self.input_is_parallel:
+            x = self._own_input(x)
+        if self.output_softcap is not None:
+            raise UsageError(f"{self._name()}: a soft cap of a sum is no sum of soft caps")
+        y = self._multiply(x, self.bias if self.tp.rank == 0 else None)
+        return self._finish(y if self.in_divided or self.tp.rank == 0 else torch.zeros_like(y))
+
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
             raise UsageError(
@@ -102,6 +121,8 @@ class ParallelLinear(ShardedModule):
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
             return x.new_zeros(*x.shape[:-1], self.out_features, dtype=dtype)
         assert self.quant_method is not None  # noqa: S101 - every projection has one
+        if self.compute_dtype is not None:
+            return self._in_other_type(x, bias, self.compute_dtype)
         y: object = self.quant_method.apply(self, x, bias)
         if not isinstance(y, torch.Tensor) or y.shape != (*x.shape[:-1], self.out_features):
             raise PluginError(
@@ -110,6 +131,11 @@ class ParallelLinear(ShardedModule):
                 f"for an input of {list(x.shape)}; {self.out_features} output features are needed"
             )
         return y
+
+    def _in_other_type(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        assert self.quant_method is not None  # noqa: S101 - every projection has one
+        weight = self.quant_method.dequantize(self)
+        return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def _finish(self, y: torch.Tensor) -> torch.Tensor:
         if self.output_scale is not None:

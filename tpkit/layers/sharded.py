@@ -22,8 +22,8 @@ from tpkit.registry import Registry
 
 #: attributes that layers of some kind set after their parameters are named; a quant method cannot have them either
 RESERVED = frozenset(
-    ("eps", "first_row", "gather_output", "input_is_parallel", "kernel", "output_scale", "output_softcap", "parts",
-     "reduce_results", "scale_rounded", "skip_bias_add")
+    ("compute_dtype", "eps", "first_row", "gather_output", "input_is_parallel", "kernel", "output_scale",
+     "output_softcap", "parts", "reduce_results", "scale_rounded", "skip_bias_add")
 )  # fmt: skip
 
 __all__ = ["Setting", "Sharded", "ShardedModule", "sharded_alone"]

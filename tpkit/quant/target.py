@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from tpkit.errors import PluginError
+from tpkit.layout import EXPERT
 from tpkit.params import Header
 
 __all__ = ["Dialect", "Target"]
@@ -68,6 +69,40 @@ class Target:
                 return pattern
             self.patterns.setdefault((pattern, dialect), False)
         return None
+
+    def of(self, expert: int, patterns: dict[tuple[str, Dialect], bool]) -> Target:
+        """Returns the target of one expert, where this is of all of them; it notes patterns in `patterns`."""
+
+        def named(name: str) -> str:
+            return ".".join(str(expert) if part == EXPERT else part for part in name.split("."))
+
+        return replace(
+            self,
+            name=named(self.name),
+            aliases=tuple(map(named, self.aliases)),
+            siblings=tuple(map(named, self.siblings)),
+            patterns=patterns,
+        )
+
+    def apart(self, pattern: str, dialect: Dialect, experts: int) -> int | None:
+        """Returns the first expert that a pattern means where it does not mean expert 0, or the other way round."""
+        first = self.of(0, {})._means_this(pattern, dialect)
+        for expert in self._told_apart(pattern, dialect, experts):
+            if self.of(expert, {})._means_this(pattern, dialect) != first:
+                return expert
+        return None
+
+    def _told_apart(self, pattern: str, dialect: Dialect, experts: int) -> Iterable[int]:
+        """Returns experts to compare: all where the pattern speaks of their numbers, else some, or none."""
+        around = self.name.split(".")
+        before = around[around.index(EXPERT) - 1] if EXPERT in around[1:] else ""
+        if not before:
+            return ()
+        own = pattern.rpartition(before)[2] if before in pattern else ""
+        if re.search(r"[\d\[?(|{]", own) or pattern[:1].isdigit() or (dialect == "substring" and own == ""):
+            return range(1, experts) if re.search(r"[\d\[?]", pattern) else ()
+        wild = pattern.startswith("re:") or any(char in pattern for char in "*?[")
+        return [e for e in (1, 2, 9, 10, 99, 100, experts - 1) if 0 < e < experts] if wild else ()
 
     def _means_this(self, pattern: str, dialect: Dialect) -> bool:
         if _fits(pattern, self.name, dialect):

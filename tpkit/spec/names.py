@@ -59,9 +59,9 @@ def _fit(
     except TpkitError:  # a description that does not even bind is not the one
         return False, True
     forms = [layer.spec.forms for layer in prepared.planned]
-    found = all(any(all(stored.holds(source.name) for source in form) for form in each) for each in forms)
+    found = all(any(all(stored.has(source) for source in form) for form in each) for each in forms)
     forms += [tie.forms for tie in prepared.ties]
-    read = {source.name for each in forms for form in each for source in form}
+    read = {source.stem() for each in forms for form in each for source in form}
     rules = [matcher(rule) for rule in spec.ignore]
     rest = [name for name in stored.tensors if not read & _above(name)]
     return found, any(not any(rule.fullmatch(name) for rule in rules) for name in rest)
