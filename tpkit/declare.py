@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpkit.errors import ShardingError, SpecError
-from tpkit.layout import EXPERT, Source, fused
+from tpkit.forms import forms_of, of_experts
+from tpkit.layout import Source, fused
 from tpkit.modules import Child, Declared, ModuleType, Sides, hidden
 from tpkit.params import Dim, Fixed, Out
 from tpkit.partition import Axis, Features, Side, side_size
 from tpkit.registry import Registry
 from tpkit.spec.bound import BoundSpec, Node
-from tpkit.spec.words import Layout
 from tpkit.styles import Style
 
 __all__ = ["Declaration", "declare"]
@@ -117,30 +117,20 @@ class _Walk:
             _check_style(node, style, sides)
         if options.tied and options.bias:
             raise SpecError(f"{node.where}: {node.path}: a projection that is tied has no bias of its own")
-        forms = self._stored(node, sides.out, declared)
+        try:
+            forms = forms_of(node, self._disk(node.path), sides.out, declared.counts if declared else {})
+        except ShardingError as cause:
+            raise SpecError(f"{node.where}: {node.path}: {cause.message}", hint=cause.hint) from cause
         return Declaration(
             node=node,
             style=node.word,
             out=sides.out,
             in_=sides.in_,
-            forms=forms if several is None else self._of_experts(forms, several),
+            forms=forms if several is None else of_experts(forms, self._disk(several.path), several.stacked),
             bias=options.bias,
             tied_to=options.tied.to if options.tied else None,
             experts=Axis(name="experts", units=several.copies or 0, over="groups") if several is not None else None,
         )
-
-    def _of_experts(self, forms: tuple[tuple[Source, ...], ...], several: Node) -> tuple[tuple[Source, ...], ...]:
-        """Returns the forms of all experts, first as described: stacked, or each under its number; then stacked."""
-        stacked = tuple(tuple(replace(source, stacked=True) for source in form) for form in forms)
-        if several.stacked:
-            return stacked
-        path = self._disk(several.path)
-
-        def numbered(source: Source) -> Source:
-            return replace(source, name=f"{path}.{EXPERT}{source.name.removeprefix(path)}")
-
-        bare = tuple(replace(source, bare=True) for source in stacked[-1])
-        return (*(tuple(map(numbered, form)) for form in forms), *stacked, bare)
 
     def _sides(self, node: Node, declared: Declared | None) -> Sides:
         if declared is not None and node.role in declared.sides:
@@ -210,55 +200,11 @@ class _Walk:
             weights=tuple((name, dims) for name in names),
         )
 
-    def _stored(self, node: Node, out: Side, declared: Declared | None) -> tuple[tuple[Source, ...], ...]:
-        try:
-            return self._forms(node, out, declared.counts if declared else {})
-        except ShardingError as cause:
-            raise SpecError(f"{node.where}: {node.path}: {cause.message}", hint=cause.hint) from cause
-
-    def _forms(self, node: Node, out: Side, counts: Mapping[str, int]) -> tuple[tuple[Source, ...], ...]:
-        """Stored apart where `packs` names the parts, or fused under the projection's own name."""
-        options, path = node.options, self._disk(node.path)
-        (source,) = fused(path, out, *_layout(options.fused, out, counts))
-        whole = ((replace(source, bare=options.bare),),)
-        if not options.packs:
-            return whole
-        parent = path.rpartition(".")[0]
-        sources: list[Source] = []
-        rest = list(out)
-        for pack in options.packs:
-            names = pack.layout.order if pack.layout else [rest[0].name] if rest else []
-            parts = tuple(part for part in rest if part.name in names)
-            name = f"{parent}.{pack.name}" if parent else pack.name
-            sources += (replace(s, bare=options.bare) for s in fused(name, parts, *_layout(pack.layout, parts, counts)))
-            rest = [part for part in rest if part not in parts]
-        if rest:
-            raise ShardingError(f"nothing is packed into {', '.join(part.name for part in rest)}")
-        return (tuple(sources), *whole)
-
     def _disk(self, path: str) -> str:
         for tree, disk in self.rename.items():
             if path == tree or path.startswith(tree + "."):
                 return (disk + path[len(tree) :]).removeprefix(".")
         return path
-
-
-def _layout(layout: Layout | None, side: Side, counts: Mapping[str, int]) -> tuple[Sequence[str] | None, int]:
-    """Returns the order of segments in a stored tensor and how often it recurs."""
-    if layout is None or layout.per is None:
-        return (None if layout is None else layout.order), 1
-    known = {"channel": min(part.size for part in side), **counts}
-    if layout.per not in known:
-        raise ShardingError(f"per: {layout.per}; here it can be one of {', '.join(sorted(known))}")
-    often = known[layout.per]
-    shared = [part for part in side if layout.per != "channel" and part.axis is not None and part.count % often]
-    if shared:
-        raise ShardingError(
-            f"per: {layout.per}, which are {often}, but {' and '.join(part.name for part in shared)} come in "
-            f"{shared[0].count}",
-            hint="rows that recur for each kv head, with its query heads, are per: kv_head",
-        )
-    return layout.order, often
 
 
 def _undivided(side: Side) -> Side:

@@ -50,7 +50,8 @@ def layers_of(
     node = declaration.node
     if not declaration.in_ or declaration.tied_to:
         weights = () if declaration.tied_to else declaration.weights
-        params = tuple((name, ParamSpec(dtype, dims=dims, stored=declaration.stored)) for name, dims in weights)
+        held = getattr(node.options, "dtype", None) or dtype if node.kind == "parameter" else dtype
+        params = tuple((name, ParamSpec(held, dims=dims, stored=declaration.stored)) for name, dims in weights)
         return [PlannedLayer(spec=_spec(declaration, params), form=form)]
     own = _own(declaration)
     choices = _choices(declaration, form, checkpoint, resolver, own)

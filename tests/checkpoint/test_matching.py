@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tpkit.checkpoint.findings
-import tpkit.checkpoint.plan
+import tpkit.checkpoint.matching
 import tpkit.division as division
 from tests.families import fuse
 from tests.small import CONFIG, description, on_rank, plan, weights, write
@@ -84,7 +84,7 @@ def test_names_like_it_are_looked_for_only_where_they_are_printed(
 ) -> None:
     """A whole large model under another prefix must not take an hour to refuse."""
     looked = []
-    for module in (tpkit.checkpoint.plan, tpkit.checkpoint.findings):
+    for module in (tpkit.checkpoint.matching, tpkit.checkpoint.findings):
         monkeypatch.setattr(module, "did_you_mean", lambda *names: looked.append(names) or "")
     groups, _ = findings(
         write(tmp_path, {f"x.{name}": tensor for name, tensor in weights(num_hidden_layers=8).items()})

@@ -19,9 +19,12 @@ from tpkit.layout import Run, Source
 from tpkit.params import ParamSpec, Segment
 
 if TYPE_CHECKING:
-    from tpkit.layers.sharded import ShardedModule
+    from tpkit.layers.expert_layers import ColumnParallelExperts, MergedColumnParallelExperts, RowParallelExperts
+    from tpkit.layers.sharded import Sharded, ShardedModule
 
-__all__ = ["load_layer"]
+    Experts = ColumnParallelExperts | MergedColumnParallelExperts | RowParallelExperts
+
+__all__ = ["load_experts", "load_layer"]
 
 
 class _TensorReader:
@@ -42,15 +45,11 @@ class _TensorReader:
 def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pieces: bool = False) -> None:
     """Fills one layer from tensors in memory by the same plan; see `ShardedModule.load`."""
     path, rank = module.path, module.sharded.rank
-    headers = {
-        name: Stored(dtype=dtype_name(t.dtype), shape=tuple(t.shape), file=Path("(memory)"), begin=0)
-        for name, t in tensors.items()
-    }
-    checkpoint = Checkpoint(Path("what is given"), headers)
+    checkpoint = _in_memory(tensors)
     spec = module.sharded.layer.spec
     named = replace(spec, forms=tuple(map(_relative, spec.forms)))
     form = choose_form(named.forms, checkpoint)
-    params = _asked_again(module, form, checkpoint)
+    params = _asked_again(module.sharded, form, checkpoint)
     spec, named = replace(spec, params=params), replace(named, params=params)
     layer = with_form(module.sharded.layer, named, form)
     stored_as = replace(layer, spec=spec, form=spec.forms[named.forms.index(form)])
@@ -64,15 +63,40 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
     load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
 
 
+def load_experts(module: Experts, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fills a rank's experts from tensors of all of them; see `load` of the layer."""
+    sharded, checkpoint = module.sharded, _in_memory(tensors)
+    spec, above = sharded.layer.spec, f"{sharded.layer.spec.path}."
+    forms = tuple(tuple(replace(s, name=s.name.removeprefix(above)) for s in form) for form in spec.forms)
+    form = choose_form(forms, checkpoint)
+    named = replace(spec, forms=forms, params=_asked_again(sharded, form, checkpoint))
+    layer = with_form(sharded.layer, named, form)
+    modules = {}
+    for each, (path, number) in zip(module, layer.units(sharded.rank), strict=True):
+        each.adopt(layer.expert(number or 0))
+        modules[path] = each
+    plan = plan_load([layer], [], module.tp.size, checkpoint, description=spec.path)
+    load_model(plan, sharded.rank, modules, reader=_TensorReader(tensors))
+
+
+def _in_memory(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Returns what the headers of a file with these tensors would say."""
+    headers = {
+        name: Stored(dtype=dtype_name(t.dtype), shape=tuple(t.shape), file=Path("(memory)"), begin=0)
+        for name, t in tensors.items()
+    }
+    return Checkpoint(Path("what is given"), headers)
+
+
 def _asked_again(
-    module: ShardedModule, form: tuple[Source, ...], checkpoint: Checkpoint
+    sharded: Sharded, form: tuple[Source, ...], checkpoint: Checkpoint
 ) -> tuple[tuple[str, ParamSpec], ...]:
     """Returns what the quant method declares, now that the stored headers are at hand."""
-    linear, params = module.sharded.linear, module.sharded.layer.spec.params
-    if module.quant_method is None or linear is None:
+    linear, params = sharded.linear, sharded.layer.spec.params
+    if sharded.method is None or linear is None:
         return params
-    stored = {source.name: checkpoint.headers(source) for source in form}
-    return module.quant_method.parameters(replace(linear, stored=stored), "bias" in dict(params))
+    stored = {source.stem(0): checkpoint.headers(source) for source in form}
+    return sharded.method.parameters(replace(linear, stored=stored), "bias" in dict(params))
 
 
 def _relative(form: tuple[Source, ...]) -> tuple[Source, ...]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 
-from tpkit.checkpoint.findings import Findings, check_header, missing_line
-from tpkit.checkpoint.stored import Checkpoint, Stored, listed, matcher
+from tpkit.checkpoint.findings import Findings
+from tpkit.checkpoint.matching import match_layer, match_rest, match_ties, rules_of, untied_hint
+from tpkit.checkpoint.stored import Checkpoint, Stored
 from tpkit.division import DividedLayer
 from tpkit.dtypes import itemsize
-from tpkit.errors import SpecError, did_you_mean
 from tpkit.geometry import Box, stored_shape
 from tpkit.layout import LayerSpec, Source
-from tpkit.params import ParamSpec
 from tpkit.partition import side_size
 
 __all__ = ["LoadPlan", "Transfer", "choose_form", "plan_load"]
@@ -179,159 +176,10 @@ def plan_load(
     if checkpoint is not None:
         used: set[str] = set()
         for layer in layers:
-            used |= _match_layer(plan, layer, checkpoint, findings)
-        used |= _match_ties(plan, ties, checkpoint, findings)
-        findings.hint = _untied(layers, checkpoint)
-        rules = _rules(layers, ignore, accepted or {}, description)
-        _match_rest(plan, layers, checkpoint, used, rules, findings)
+            used |= match_layer(plan, layer, checkpoint, findings)
+        used |= match_ties(plan, ties, checkpoint, findings)
+        findings.hint = untied_hint(layers, checkpoint)
+        rules = rules_of(layers, ignore, accepted or {}, description)
+        match_rest(plan, layers, checkpoint, used, rules, findings)
     findings.raise_if_any(checkpoint.path if checkpoint else None, description)
     return plan
-
-
-def _match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> set[str]:
-    """Matches one layer's parameters with stored tensors; returns the tensors it uses."""
-    used: set[str] = set()
-    spec = layer.spec
-    _both_forms(layer, checkpoint, findings)
-    in_size = side_size(spec.in_)
-    for name, on_disk, param in spec.stored:
-        for source in layer.form:
-            shape = () if param.is_blob else spec.on_disk(param, source, stored_shape(param, source, in_size))
-            for expert in spec.numbers(source):
-                tensor = source.tensor(on_disk, expert=expert)
-                stored = checkpoint.tensors.get(tensor)
-                if stored is None:
-                    _absent(plan, layer, name, param, tensor, expert, findings)
-                    continue
-                used.add(tensor)
-                if param.is_blob:
-                    path = spec.path if expert is None else f"{spec.path}.{expert}"
-                    plan.blobs.setdefault(path, []).extend((name, segment, tensor) for segment, _ in source.views)
-                    continue
-                check_header(tensor, stored, param, shape, findings, spec)
-                if stored.dtype != param.dtype:
-                    key = (stored.dtype, param.dtype)
-                    plan.conversions[key] = plan.conversions.get(key, 0) + 1
-    return used
-
-
-def _absent(
-    plan: LoadPlan,
-    layer: DividedLayer,
-    name: str,
-    param: ParamSpec,
-    tensor: str,
-    expert: int | None,
-    findings: Findings,
-) -> None:
-    """Notes a tensor that is not stored: a default stands for it, or it is missing."""
-    spec = layer.spec
-    if param.default is None:
-        checkpoint = plan.checkpoint
-        assert checkpoint is not None  # noqa: S101 - only then tensors are matched
-        findings.add("missing", missing_line(tensor, spec, checkpoint, near=findings.shown("missing")))
-        return
-    numbers = range(spec.experts.units) if spec.experts is not None and expert is None else (expert,)
-    for number in numbers:
-        path = spec.path if number is None else f"{spec.path}.{number}"
-        plan.defaults.setdefault(path, {})[name] = param.default
-
-
-def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> None:
-    found = [{source.stem(0) for source in form if checkpoint.has(source)} for form in layer.spec.forms]
-    found = [names for names in found if names]
-    if any(names != found[0] for names in found[1:]):
-        names = " and ".join(listed(names) for names in found)
-        findings.add("stored both fused and apart", f"{layer.spec.path}: {names}; one of them must go")
-
-
-def _match_ties(plan: LoadPlan, ties: Sequence[LayerSpec], checkpoint: Checkpoint, findings: Findings) -> set[str]:
-    """A tied layer's own tensor may be stored all the same: then it must prove equal to what it shares."""
-    by_path = {layer.spec.path: layer for layer in plan.layers}
-    used: set[str] = set()
-    for tie in ties:
-        owner = by_path[tie.tied_to or ""]
-        stem = tie.forms[0][0].name
-        for _, on_disk, param in owner.spec.stored:
-            twin, tensor = owner.form[0].tensor(on_disk), owner.form[0].tensor(on_disk, stem)
-            if tensor in checkpoint.tensors and twin in checkpoint.tensors:
-                shape = param.on_disk(stored_shape(param, owner.form[0], side_size(owner.spec.in_)))
-                check_header(tensor, checkpoint.tensors[tensor], param, shape, findings, tie)
-                plan.equal.append((tensor, tie, owner))
-                used.add(tensor)
-    return used
-
-
-def _untied(layers: Sequence[DividedLayer], checkpoint: Checkpoint) -> str | None:
-    """Returns a hint where a head is not stored, but an embedding of its size is."""
-    vocab = [layer for layer in layers if layer.spec.style == "vocab"]
-    stored = {(layer.spec.out, layer.spec.in_): layer for layer in vocab if checkpoint.has(layer.form[0])}
-    for layer in vocab:
-        twin = stored.get((layer.spec.out, layer.spec.in_))
-        if twin is not None and not checkpoint.has(layer.form[0]):
-            return f"if {layer.spec.path} shares the weight of {twin.spec.path}, set tie_word_embeddings to true"
-    return None
-
-
-def _names(layer: DividedLayer) -> Iterator[str]:
-    """Yields the names of all tensors on disk that a layer is made of."""
-    for source in layer.form:
-        for expert in layer.spec.numbers(source):
-            yield from (source.tensor(on_disk, expert=expert) for _, on_disk, _ in layer.spec.stored)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Which tensors may be there without being used, and who says so."""
-
-    text: str
-    pattern: re.Pattern[str]
-    of_method: bool
-
-
-def _rules(
-    layers: Sequence[DividedLayer], ignore: Sequence[str], accepted: Mapping[str, str], description: str
-) -> list[_Rule]:
-    parameters = [name for layer in layers for name in _names(layer)]
-    rules = [_Rule(text, matcher(text), False) for text in ignore]
-    for rule in rules:
-        covered = [name for name in parameters if rule.pattern.fullmatch(name)]
-        if covered:
-            raise SpecError(
-                f"{description}: the ignore rule {rule.text!r} covers declared parameters: {listed(covered)}"
-            )
-    return rules + [_Rule(f"{text} of {name}", matcher(text), True) for text, name in accepted.items()]
-
-
-def _match_rest(
-    plan: LoadPlan,
-    layers: Sequence[DividedLayer],
-    checkpoint: Checkpoint,
-    used: set[str],
-    rules: Sequence[_Rule],
-    findings: Findings,
-) -> None:
-    built = {
-        source.stem(expert)
-        for layer in layers
-        if layer.spec.in_
-        for source in layer.form
-        for expert in layer.spec.numbers(source)
-    }
-    absent = [name for layer in layers for name in _names(layer) if name not in checkpoint.tensors]
-    for name, stored in checkpoint.tensors.items():
-        if name in used:
-            continue
-        stem, _, last = name.rpartition(".")
-        # what lies below a projection that is built belongs to its weight: a scale is never to be ignored
-        below = any(above in built for above in accumulate(name.split(".")[:-1], "{}.{}".format))
-        rule = next((r for r in rules if r.pattern.fullmatch(name)), None)
-        if rule is not None and (rule.of_method or not below):
-            plan.ignored[name] = (rule.text, stored.nbytes)
-        elif last == "bias" and stem in built:
-            plan.zero.append(name)
-        else:
-            near = did_you_mean(name, absent) if findings.shown("not in the description") else ""
-            if rule is not None:
-                near = f" (the ignore rule {rule.text} cannot leave out what belongs to a projection)"
-            findings.add("not in the description", f"{name} {stored.dtype} {list(stored.shape)}{near}")

@@ -5,6 +5,12 @@ from tpkit.layers.container import Container
 from tpkit.layers.context import ForwardContext, KVCache
 from tpkit.layers.convolution import CausalConv
 from tpkit.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from tpkit.layers.expert_layers import (
+    ColumnParallelExperts,
+    MergedColumnParallelExperts,
+    RowParallelExperts,
+)
+from tpkit.layers.experts import ExpertLinear, Sorted
 from tpkit.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -23,11 +29,14 @@ from tpkit.layers.sharded import Sharded, ShardedModule
 __all__ = [
     "Attention",
     "CausalConv",
+    "ColumnParallelExperts",
     "ColumnParallelLinear",
     "Container",
+    "ExpertLinear",
     "ForwardContext",
     "KVCache",
     "LayerNorm",
+    "MergedColumnParallelExperts",
     "MergedColumnParallelLinear",
     "Mlp",
     "ParallelLMHead",
@@ -38,8 +47,10 @@ __all__ = [
     "ReplicatedLinear",
     "RoleModule",
     "Rotary",
+    "RowParallelExperts",
     "RowParallelLinear",
     "Sharded",
     "ShardedModule",
+    "Sorted",
     "VocabParallelEmbedding",
 ]

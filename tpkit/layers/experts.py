@@ -66,6 +66,7 @@ class ExpertLinear(nn.Module):
         first: number of the rank's first expert among all.
         total: how many there are on all ranks.
         leads: this rank counts what its group holds several times: the biases after a divided input.
+        in_divided: the ranks of a group share the input's features (not with ``disable_tp``).
         in_features, out_sizes: of each expert, on this rank.
     """
 
@@ -75,6 +76,7 @@ class ExpertLinear(nn.Module):
         if len(numbers) != len(experts) or layer.spec.experts is None:
             raise UsageError(f"{len(experts)} experts, rank {rank} holds {len(numbers)}")
         self.first, self.total, self.leads = numbers.start, layer.spec.experts.units, layer.leads(rank)
+        self.in_divided = any(part.axis is not None and part.axis.divided for part in layer.spec.in_)
         for number, each in zip(numbers, experts, strict=True):
             self.add_module(str(number), each)
         self.out_sizes = layer.sizes(layer.spec.out, rank)

@@ -16,7 +16,7 @@ from tpkit.geometry import Shares, cuts_are_whole, local_elements
 from tpkit.kernels import kernel_of
 from tpkit.layout import LayerSpec, Run, Source
 from tpkit.params import Dim, LinearSpec
-from tpkit.partition import Side, side_size
+from tpkit.partition import Axis, Side, side_size
 from tpkit.quant import QuantMethod, Unquantized
 from tpkit.registry import Registry
 
@@ -89,9 +89,16 @@ class Setting:
 
 
 def sharded_alone(
-    setting: Setting, out: Side, in_: Side, forms: tuple[tuple[Source, ...], ...], *, embedding: bool = False
+    setting: Setting,
+    out: Side,
+    in_: Side,
+    forms: tuple[tuple[Source, ...], ...],
+    *,
+    embedding: bool = False,
+    experts: Axis | None = None,
+    ep: int = 1,
 ) -> Sharded:
-    """Returns the shard of a layer that is made without a description."""
+    """Returns the shard of a layer that is made without a description; `ep` groups of ranks share its experts."""
     method = setting.method()
     linear = LinearSpec(
         name=setting.prefix,
@@ -101,8 +108,8 @@ def sharded_alone(
         embedding=embedding,
     )
     params = method.parameters(linear, setting.bias)
-    spec = LayerSpec(path=setting.prefix, out=out, in_=in_, forms=forms, params=params)
-    (layer,) = divide_layers([(spec, forms[0])], setting.place.size)
+    spec = LayerSpec(path=setting.prefix, out=out, in_=in_, forms=forms, params=params, experts=experts)
+    (layer,) = divide_layers([(spec, forms[0])], setting.place.size, ep=ep)
     return Sharded(
         layer=layer,
         rank=setting.place.rank,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import Literal
 
 from tpkit.errors import PluginError
@@ -86,13 +87,11 @@ class Target:
 
     def apart(self, pattern: str, dialect: Dialect, experts: int) -> int | None:
         """Returns the first expert that a pattern means where it does not mean expert 0, or the other way round."""
-        first = self.of(0, {})._means_this(pattern, dialect)
-        for expert in self._told_apart(pattern, dialect, experts):
-            if self.of(expert, {})._means_this(pattern, dialect) != first:
-                return expert
-        return None
+        compared = self._told_apart(pattern, dialect, experts)
+        first = bool(compared) and self.of(0, {})._means_this(pattern, dialect)
+        return next((e for e in compared if self.of(e, {})._means_this(pattern, dialect) != first), None)
 
-    def _told_apart(self, pattern: str, dialect: Dialect, experts: int) -> Iterable[int]:
+    def _told_apart(self, pattern: str, dialect: Dialect, experts: int) -> Sequence[int]:
         """Returns experts to compare: all where the pattern speaks of their numbers, else some, or none."""
         around = self.name.split(".")
         before = around[around.index(EXPERT) - 1] if EXPERT in around[1:] else ""
@@ -112,20 +111,41 @@ class Target:
 
 
 def _fits(pattern: str, name: str, dialect: Dialect) -> bool:
+    return _test(pattern, dialect)(name)
+
+
+@lru_cache(maxsize=8192)
+def _test(pattern: str, dialect: Dialect) -> Callable[[str], bool]:
+    """Returns what says whether a name fits; made once for a pattern, as a model has very many names."""
     if pattern.startswith("re:"):
         try:
-            return re.match(pattern[3:], name) is not None
+            found = re.compile(pattern[3:])
         except re.error as cause:
             raise PluginError(f"{pattern!r} in a list of modules is no regular expression: {cause}") from cause
+        return lambda name: found.match(name) is not None
     if dialect == "exact":
-        return pattern == name
+        return pattern.__eq__
     if dialect == "substring":
-        return pattern in name
+        return lambda name: pattern in name
     if dialect == "prefix":
-        return name.startswith(pattern)
+        return lambda name: name.startswith(pattern)
     if dialect == "glob":
-        return fnmatchcase(name, pattern)
-    wanted, found = pattern.strip(".").split("."), name.split(".")
-    return any(
-        all(map(fnmatchcase, found[at : at + len(wanted)], wanted)) for at in range(len(found) - len(wanted) + 1)
-    )
+        return re.compile(translate(pattern)).match  # type: ignore[return-value]
+    return _run(pattern.strip(".").split("."))
+
+
+def _run(wanted: list[str]) -> Callable[[str], bool]:
+    """Returns what says whether a name has a run of components that these patterns fit."""
+    if not any(char in part for part in wanted for char in "*?["):
+        text = f".{'.'.join(wanted)}."
+        return lambda name: text in f".{name}."
+    fits = [re.compile(translate(part)).match for part in wanted]
+
+    def has_run(name: str) -> bool:
+        found = name.split(".")
+        return any(
+            all(fit(part) for fit, part in zip(fits, found[at:], strict=False))
+            for at in range(len(found) - len(wanted) + 1)
+        )
+
+    return has_run

@@ -199,7 +199,11 @@ def compile_words(table: Table, model: type[BaseModel], path: str, context: Cont
         if data is not None and type_.plain:
             words[word] = _plain(data, model, word, where, context)
         elif data is not None:
-            words[word] = compile_slot(data, type_, where, context)
+            slot = compile_slot(data, type_, where, context)
+            if isinstance(slot, Cases) and slot.cases[-1][0] is not None and isinstance(info.default, str):
+                other = _default(info.default, type_, table.mark, where, context)  # where no case holds
+                slot = Cases((*slot.cases, (None, other)), slot.names | other.names)
+            words[word] = slot
         elif info.is_required():
             context.problems.add(table.mark, path, f"needs {word!r}: {type_}")
         elif isinstance(info.default, str) and not type_.plain:

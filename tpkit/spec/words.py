@@ -180,10 +180,15 @@ class LayerNormOptions(NormOptions):
 
 
 class ParameterOptions(Options):
-    """Words of a parameter of its own: its sizes (none: one number), and ``per_head`` if it follows its heads."""
+    """Words of a parameter of its own: its sizes (none: one number), and ``per_head`` if it follows its heads.
+
+    Attributes:
+        dtype: it is held in this type, whatever the model's dtype is.
+    """
 
     parameter: tuple[int, ...]
     style: Annotated[Literal["replicated", "per_head"], Plain()] = "replicated"
+    dtype: Annotated[Literal["float32"] | None, Plain()] = None
 
 
 #: words after ``norm:`` and the options each takes
