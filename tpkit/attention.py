@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -53,6 +54,7 @@ class AttentionOptions(Options):
         softcap: scores become ``softcap * tanh(score / softcap)``.
         max_positions: more of them are refused: the model treats them in a way that is not computed here.
         clip: queries, keys and values are kept within -clip to clip.
+        output_gate: what a head gives is multiplied by the sigmoid of a gate beside its query.
     """
 
     heads: int = Field(default="num_attention_heads")  # type: ignore[assignment]
@@ -67,10 +69,14 @@ class AttentionOptions(Options):
     softcap: float | None = Field(default=None, gt=0)
     clip: float | None = Field(default=None, gt=0)
     max_positions: int | None = Field(default=None, gt=0)
+    output_gate: Literal["sigmoid"] | None = None
 
 
 class Attention(ModuleType):
-    """Grouped-query attention. Query heads and their kv heads are one axis, so they are never told apart."""
+    """Grouped-query attention. Query heads and their kv heads are one axis, so they are never told apart.
+
+    The parts of qkv_proj are q, k and v; with an output gate q, gate, k and v. `sinks` is a number for each head.
+    """
 
     Options = AttentionOptions
     roles = (
@@ -78,20 +84,23 @@ class Attention(ModuleType):
         Role(name="o_proj", styles=("row",)),
         Role(name="q_norm", required=False),
         Role(name="k_norm", required=False),
+        Role(name="sinks", required=False),
     )
 
     @classmethod
     def declare(cls, options: AttentionOptions, hidden_size: int, children: Mapping[str, Child]) -> Declared:
         heads = Axis(name="heads", units=options.heads, groups=options.kv_heads)
-        q = Features(name="q", axis=heads, unit=options.head_dim)
-        k = Features(name="k", axis=heads, unit=options.head_dim, grouped=True)
-        v = Features(name="v", axis=heads, unit=options.head_dim, grouped=True)
+        q, gate = (Features(name=name, axis=heads, unit=options.head_dim) for name in ("q", "gate"))
+        k, v = (replace(q, name=name, grouped=True) for name in ("k", "v"))
         return Declared(
             sides={
-                "qkv_proj": Sides(in_=hidden(hidden_size), out=(q, k, v)),
-                "o_proj": Sides(in_=(Features(name="", axis=heads, unit=options.head_dim),), out=hidden(hidden_size)),
+                "qkv_proj": Sides(
+                    in_=hidden(hidden_size), out=(q, k, v) if options.output_gate is None else (q, gate, k, v)
+                ),
+                "o_proj": Sides(in_=(replace(q, name=""),), out=hidden(hidden_size)),
                 "q_norm": Sides(in_=(), out=(q,)),
                 "k_norm": Sides(in_=(), out=(k,)),
+                "sinks": Sides(in_=(), out=(Features(name="", axis=heads),)),
             },
             widths={"head": options.head_dim},
             whole={"all_heads"},

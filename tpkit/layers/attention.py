@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tpkit.errors import SpecError, UsageError
 from tpkit.layers.alibi import Alibi
@@ -27,7 +27,7 @@ class Attention(RoleModule):
 
     Args:
         options: bound words of the description.
-        children: qkv_proj and o_proj, optionally q_norm and k_norm: role -> (name, module).
+        children: qkv_proj and o_proj, optionally q_norm, k_norm and sinks: role -> (name, module).
         build: hands out the cache slot and the rotary embedding.
 
     Attributes:
@@ -42,14 +42,12 @@ class Attention(RoleModule):
         super().__init__(children)
         qkv = self.projection("qkv_proj")
         self.head_dim: int = options.head_dim
-        self.heads, self.kv_heads, _ = (size // options.head_dim for size in qkv.out_sizes)
+        self.heads, *_, self.kv_heads = (size // options.head_dim for size in qkv.out_sizes)
         self.scale = options.head_dim**-0.5 if options.scale is None else options.scale
         self.window, self.chunk = options.window, options.chunk
         self.softcap, self.clip = options.softcap, options.clip
         self.temperature, self.max_positions = options.temperature, options.max_positions
-        for role in ("q_norm", "k_norm"):
-            if not isinstance(self.child(role), Norm | None):
-                raise SpecError(f"attention: its {role} is a norm, not a {type(self.child(role)).__name__}")
+        self._norms = {role: self._place(role) for role in ("q_norm", "k_norm") if self.child(role) is not None}
         self.slot = build.cache_slot(self.kv_heads, options.head_dim)
         # in a list, so that the layers' common embedding is not registered once under each of them
         self._rotary = [build.rotary(options.rope, options.head_dim)] if options.rope is not None else []
@@ -58,6 +56,16 @@ class Attention(RoleModule):
             start, stop = qkv.sharded.layer.bounds(qkv.sharded.layer.spec.out, qkv.sharded.rank)[0]
             own = start // options.head_dim, stop // options.head_dim
             self.alibi = Alibi(options.alibi, options.heads, own, self.scale, build.device)
+        self._check_sinks()
+
+    def _check_sinks(self) -> None:
+        sinks = self.child("sinks")
+        if sinks is None:
+            return
+        if [tuple(p.shape) for p in sinks.parameters()] != [(self.heads,)]:
+            raise SpecError("attention: its sinks are a parameter of one number for each head, of style per_head")
+        if self.softcap is not None or self.alibi is not None:
+            raise SpecError("attention: sinks beside a softcap or alibi are not supported")
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Attends.
@@ -76,32 +84,37 @@ class Attention(RoleModule):
                 f"{context.past + context.length} tokens; beyond {self.max_positions} this model attends in a way "
                 "that is not supported"
             )
-        y = qkv(x)
+        q, *gate, k, v = qkv(x).split(qkv.out_sizes, dim=-1)
         if self.clip is not None:
-            y = y.clamp(-self.clip, self.clip)
-        q, k, v = y.split(qkv.out_sizes, dim=-1)
-        # over all heads of all ranks: one without heads has its part in the sums too
-        q, k = self._normed(q, "q_norm", across=True), self._normed(k, "k_norm", across=True)
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
+        q, k = self._normed("all heads", q, k)  # of all ranks: one without heads has its part in the sums too
         if self.heads == 0:
             return out(q)  # type: ignore[no-any-return]
         q, k, v = (self._by_head(part) for part in (q, k, v))
-        q, k = self._normed(q, "q_norm"), self._normed(k, "k_norm")
+        q, k = self._normed("head", q, k)
         for rotary in self._rotary:
             q, k = rotary(q, context), rotary(k, context)
-        q, k = self._normed(q, "q_norm", after="rope"), self._normed(k, "k_norm", after="rope")
+        q, k = self._normed("turned head", q, k)
         if self.temperature is not None:
             q = q * self._temperature(context, q.dtype)
         if context.cache is not None:
             k, v = context.cache.append(self.slot, k, v)
-        y = self._attend(q, k, v, context)
-        return out(y.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        y = self._attend(q, k, v, context).transpose(1, 2).flatten(-2)
+        for part in gate:
+            y = y * torch.sigmoid(part)
+        return out(y)  # type: ignore[no-any-return]
 
-    def _normed(self, x: torch.Tensor, role: str, *, across: bool = False, after: str | None = None) -> torch.Tensor:
-        """Normalises by the child in a role, where this is the place for it."""
+    def _place(self, role: str) -> str:
+        """Returns what a norm takes: all heads side by side, each head, or each after it is turned."""
         norm = self.child(role)
-        if norm is None or (norm.over != "head") != across or (not across and norm.after != after):
-            return x
-        return norm(x)  # type: ignore[no-any-return]
+        if not isinstance(norm, Norm):
+            raise SpecError(f"attention: its {role} is a norm, not a {type(norm).__name__}")
+        return "all heads" if norm.over != "head" else "head" if norm.after is None else "turned head"
+
+    def _normed(self, place: str, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalises queries and keys by those of their norms that belong in this place."""
+        q_norm, k_norm = (self.child(role) if self._norms.get(role) == place else None for role in ("q_norm", "k_norm"))
+        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         apart: torch.Tensor = x.unflatten(-1, (-1, self.head_dim))
@@ -119,26 +132,50 @@ class Attention(RoleModule):
         return context.once(("temperature", t.beta, t.length, t.offset, dtype), make)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Attends with ``[B, heads, L, head_dim]``, and all keys and values so far of the kv heads."""
+        last = self.window if self.chunk is None and context.length == 1 else None
+        if last is not None:
+            k, v = k[:, :, -last:], v[:, :, -last:]  # one query sees the last keys, all of them
         if self.softcap is not None or self.alibi is not None:
             return self._by_scores(q, k, v, context)
-        if self.window is not None and self.chunk is None and context.length == 1:
-            k, v = k[:, :, -self.window :], v[:, :, -self.window :]  # one query sees the last keys, all of them
-            mask, causal = None, False
-        else:
-            mask, causal = context.mask(self.window, self.chunk)
+        sinks = self.child("sinks")
+        if sinks is not None:
+            return self._with_sink(next(sinks.parameters()), q, k, v, context)
+        mask, causal = context.mask(self.window, self.chunk) if last is None else (None, False)
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.heads != self.kv_heads
         )
 
     def _by_scores(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Attends by the scores themselves, float32, where something is done to them before the softmax."""
-        groups = self.heads // self.kv_heads
+        groups, total = self.heads // self.kv_heads, k.shape[2]
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         scores = (q @ k.transpose(-1, -2)).float() * self.scale
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if self.alibi is not None:
-            scores = scores + self.alibi.bias(context)
-        scores = scores.masked_fill(~context.seen(self.window, self.chunk), -torch.inf)
+            scores = scores + self.alibi.bias(context)[..., -total:]
+        scores = scores.masked_fill(~context.seen(self.window, self.chunk)[..., -total:], -torch.inf)
         return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+    def _with_sink(
+        self, sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Attends with one key more, which every query sees: its score is the sink of the query's head, its value zero.
+
+        A feature more makes it so: it is the sink in queries, one in that key and zero in the others. So it needs no
+        mask for each head, and kv heads stay shared.
+
+        Args:
+            sinks: ``[heads]``.
+            q, k, v, context: as of `_attend`.
+        """
+        seen = context.seen(self.window, self.chunk)[:, -k.shape[2] :]
+        q = torch.cat([q, (sinks / self.scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)], dim=-1)
+        k, v = pad(k, (0, 1, 1, 0)), pad(v, (0, 1, 1, 0))  # flash kernels want features alike
+        k[:, :, 0, -1] = 1
+        y = scaled_dot_product_attention(
+            q, k, v, attn_mask=pad(seen, (1, 0), value=True), scale=self.scale, enable_gqa=self.heads != self.kv_heads
+        )
+        return y[..., :-1]

@@ -17,7 +17,7 @@ T = TypeVar("T")
 class KVCache:
     """Keys and values of earlier tokens. Each rank holds those of its own kv heads.
 
-    A recurrent layer has a state instead, which does not grow: see `state`.
+    A recurrent layer has a state instead, which does not grow: see `ForwardContext.state`.
 
     Args:
         shapes: for each attention layer, this rank's ``(kv heads, features of a key, of a value)``.
@@ -97,20 +97,45 @@ class ForwardContext:
         self.last_only = last_only
         self.positions = torch.arange(self.past, self.past + length, device=device)
         self._made: dict[Hashable, object] = {}
-        self._entered: set[int] = set()
+        self._entered: set[tuple[str, int]] = set()
 
-    def enter(self, slot: int) -> None:
-        """Notes that an attention layer is run, on every rank alike.
+    def enter(self, slot: int, kind: str = "attention") -> None:
+        """Notes that a layer that has a place in the cache is run, on every rank alike.
+
+        Args:
+            slot: number of its place.
+            kind: "attention" for keys and values, "recurrent" for a state.
 
         Raises:
-            UsageError: if it has run in this pass and there is a cache: its keys and values have one place there.
+            UsageError: if it has run in this pass and there is a cache: it has one place there.
         """
-        if self.cache is not None and slot in self._entered:
+        if self.cache is not None and (kind, slot) in self._entered:
             raise UsageError(
-                f"attention layer {slot} is called twice in one pass, and the KV cache has one place for it",
+                f"{kind} layer {slot} is called twice in one pass, and the KV cache has one place for it",
                 hint="run this description without a cache",
             )
-        self._entered.add(slot)
+        self._entered.add((kind, slot))
+
+    def state(self, slot: int) -> torch.Tensor | None:
+        """Returns what a recurrent layer kept of the tokens before; None if there are none.
+
+        Every rank asks, one that holds nothing too, so that all of them see the same errors.
+
+        Args:
+            slot: what `BuildContext.state_slot` gave.
+        """
+        self.enter(slot, "recurrent")
+        return self.cache.states[slot] if self.cache is not None and self.past > 0 else None
+
+    def keep(self, slot: int, state: torch.Tensor) -> None:
+        """Keeps a recurrent layer's state for the tokens to come, if there is a cache.
+
+        Args:
+            slot: what `BuildContext.state_slot` gave.
+            state: ``[B, *shape]``, with memory of its own.
+        """
+        if self.cache is not None:
+            self.cache.states[slot] = state
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns what `make` makes, made once per pass: layers of the same kind share it."""

@@ -50,7 +50,8 @@ class _Alone(ExpertLinear):
         sharded = sharded_alone(how, out, in_, forms, experts=axis, ep=ep)
         numbers = sharded.layer.experts(place.rank) or range(0)
         shards = [replace(sharded, layer=sharded.layer.expert(number)) for number in numbers]
-        super().__init__(sharded.layer, place.rank, [ParallelLinear.of(shard, place) for shard in shards])
+        flags = {"reduce_results": False, "skip_bias_add": how.bias}  # what each gives is added up with the others'
+        super().__init__(sharded.layer, place.rank, [ParallelLinear.of(shard, place, **flags) for shard in shards])
         self.sharded, self.tp = sharded, place
         if type(sharded.method) is Unquantized:
             self.stack()
