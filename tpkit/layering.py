@@ -139,7 +139,7 @@ def _choices(
             target = _target(declaration, name, whole, parts, source, checkpoint)
             answers[name] = resolver.choose(target.of(0, resolver.patterns), own)
             if declaration.experts is not None:
-                _check_alike(declaration, target, resolver)
+                _check_alike(declaration, target, resolver, own, answers[name])
         first = answers[names[0]]
         if not all(answer.like(first) for answer in answers.values()):
             said = ", ".join(f"{name.rpartition('.')[2]}: {answer}" for name, answer in answers.items())
@@ -171,21 +171,27 @@ def _target(
         aliases=tuple(aliases),
         siblings=tuple(part for part in parts if part != name),
         kind=kind,  # type: ignore[arg-type]
+        role=node.role,
         in_features=side_size(declaration.in_),
         out_features=sum(part.size for part in declaration.out if part.name in held),
         stored=checkpoint.headers(source) if checkpoint else {},
     )
 
 
-def _check_alike(declaration: Declaration, target: Target, resolver: Resolver) -> None:
-    """Checks that no rule that was asked about the first expert means another one differently."""
+def _check_alike(
+    declaration: Declaration, target: Target, resolver: Resolver, own: Stated | None, first: Choice
+) -> None:
+    """Checks that experts which a rule tells from the first one get the same all the same, by other rules."""
     assert declaration.experts is not None  # noqa: S101 - asked for where it is there
+    told: dict[int, str] = {}
     for (pattern, dialect), _ in list(resolver.patterns.items()):
-        told = target.apart(pattern, dialect, declaration.experts.units)
-        if told is not None:
+        told |= dict.fromkeys(target.apart(pattern, dialect, declaration.experts.units), pattern)
+    for expert, pattern in sorted(told.items()):
+        answer = resolver.choose(target.of(expert, resolver.patterns), own)
+        if not answer.like(first):
             raise SpecError(
-                f"{declaration.node.path}: the quantisation's rule {pattern!r} treats expert {told} otherwise than "
-                "expert 0; experts of one layer are quantised alike here",
+                f"{declaration.node.path}: the quantisation's rule {pattern!r} treats expert {expert} otherwise than "
+                f"expert 0 ({answer}, not {first}); experts of one layer are quantised alike here",
             )
 
 

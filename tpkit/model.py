@@ -101,8 +101,7 @@ class Model(Container):
             cache.check(*input_ids.shape)
         context = ForwardContext(input_ids.shape[1], input_ids.device, cache, last_only=last_only)
         logits = super().forward(input_ids, context)
-        if cache is not None:
-            cache.used += input_ids.shape[1]
+        context.finish()
         return logits
 
     def _check_ids(self, ids: object) -> None:

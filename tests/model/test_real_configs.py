@@ -49,13 +49,22 @@ def unexpected(name: str, expected: Mapping[str, Stored]) -> Stored:
     return Stored(dtype="float32", shape=(1,), file=Path("unknown"), begin=0)
 
 
+def on_disk(name: str, prefix: Mapping[str, str]) -> str:
+    """Returns the name of a tensor in a checkpoint that keeps the tree under another prefix."""
+    for tree, disk in prefix.items():
+        if name.startswith(f"{tree}."):
+            return f"{disk}{name[len(tree) :]}".removeprefix(".")
+    return name
+
+
 def planned(description: str, folder: Path) -> tuple[ModelPlan, Checkpoint]:
     """Plans with the tensors that the index names; their types and shapes are those that the description expects."""
     spec = tpkit.load_spec(description, config=folder)
     bare = tpkit.plan_model(spec, ranks=1)
     index = json.loads((folder / INDEX).read_text())
     size = index.get("metadata", {}).get("total_size")
-    expected = derived_checkpoint(bare).tensors
+    derived = derived_checkpoint(bare).tensors
+    expected = {on_disk(name, prefix): t for name, t in derived.items() for prefix in spec.prefixes}
     tensors = {name: expected.get(name) or unexpected(name, expected) for name in index["weight_map"]}
     checkpoint = Checkpoint(folder, tensors, total_size=size)
     return tpkit.plan_model(spec, ranks=3, checkpoint=checkpoint, dtype=bare.dtype), checkpoint

@@ -18,15 +18,30 @@ def test_a_state_is_read_and_replaced() -> None:
     first = ForwardContext(2, torch.device("cpu"), held)
     assert first.state(0) is None
     first.keep(0, torch.ones(2, 3))
-    held.used = 2
+    first.finish()
+    assert held.used == 2
     found = ForwardContext(1, torch.device("cpu"), held).state(0)
     assert found is not None
     assert found.tolist() == [[1.0] * 3] * 2
 
 
+def test_a_pass_that_fails_leaves_the_state_as_it_was() -> None:
+    held = cache()
+    for state in (1.0, 2.0):
+        context = ForwardContext(2, torch.device("cpu"), held)
+        context.keep(0, torch.full((2, 3), state))
+        if state == 1.0:
+            context.finish()
+    found = ForwardContext(1, torch.device("cpu"), held).state(0)
+    assert held.used == 2 and found is not None and found.tolist() == [[1.0] * 3] * 2
+
+
 def test_a_cache_that_is_begun_anew_has_no_state() -> None:
     held = cache()
-    ForwardContext(2, torch.device("cpu"), held).keep(0, torch.ones(2, 3))
+    context = ForwardContext(2, torch.device("cpu"), held)
+    context.keep(0, torch.ones(2, 3))
+    context.finish()
+    held.used = 0
     assert ForwardContext(2, torch.device("cpu"), held).state(0) is None
 
 

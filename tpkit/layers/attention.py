@@ -59,10 +59,10 @@ class Attention(RoleModule):
         self._check_sinks()
 
     def _check_sinks(self) -> None:
-        sinks = self.child("sinks")
+        sinks = self.parameter("sinks")
         if sinks is None:
             return
-        if [tuple(p.shape) for p in sinks.parameters()] != [(self.heads,)]:
+        if tuple(sinks.shape) != (self.heads,):
             raise SpecError("attention: its sinks are a parameter of one number for each head, of style per_head")
         if self.softcap is not None or self.alibi is not None:
             raise SpecError("attention: sinks beside a softcap or alibi are not supported")
@@ -138,9 +138,9 @@ class Attention(RoleModule):
             k, v = k[:, :, -last:], v[:, :, -last:]  # one query sees the last keys, all of them
         if self.softcap is not None or self.alibi is not None:
             return self._by_scores(q, k, v, context)
-        sinks = self.child("sinks")
+        sinks = self.parameter("sinks")
         if sinks is not None:
-            return self._with_sink(next(sinks.parameters()), q, k, v, context)
+            return self._with_sink(sinks, q, k, v, context)
         mask, causal = context.mask(self.window, self.chunk) if last is None else (None, False)
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.heads != self.kv_heads

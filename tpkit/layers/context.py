@@ -98,6 +98,7 @@ class ForwardContext:
         self.positions = torch.arange(self.past, self.past + length, device=device)
         self._made: dict[Hashable, object] = {}
         self._entered: set[tuple[str, int]] = set()
+        self._kept: dict[int, torch.Tensor] = {}
 
     def enter(self, slot: int, kind: str = "attention") -> None:
         """Notes that a layer that has a place in the cache is run, on every rank alike.
@@ -128,14 +129,21 @@ class ForwardContext:
         return self.cache.states[slot] if self.cache is not None and self.past > 0 else None
 
     def keep(self, slot: int, state: torch.Tensor) -> None:
-        """Keeps a recurrent layer's state for the tokens to come, if there is a cache.
+        """Keeps a recurrent layer's state for the tokens to come, if there is a cache; see `finish`.
 
         Args:
             slot: what `BuildContext.state_slot` gave.
             state: ``[B, *shape]``, with memory of its own.
         """
         if self.cache is not None:
-            self.cache.states[slot] = state
+            self._kept[slot] = state
+
+    def finish(self) -> None:
+        """Lets the cache have taken up the new tokens. A pass that failed on its way leaves it as it was."""
+        if self.cache is not None:
+            for slot, state in self._kept.items():
+                self.cache.states[slot] = state
+            self.cache.used += self.length
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns what `make` makes, made once per pass: layers of the same kind share it."""

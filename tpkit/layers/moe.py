@@ -36,18 +36,17 @@ class Moe(FeedForward):
         up = children["up_proj"][1]
         super().__init__(options, children, len(getattr(up, "out_sizes", ())) == 2)
         self.tp, self.routing = build.tp, options.routing
-        shared, correction = self.child("shared"), self.child("correction_bias")
+        shared, correction = self.child("shared"), self.parameter("correction_bias")
         if not isinstance(shared, Mlp | None) or (shared is None and self.child("shared_gate") is not None):
             raise SpecError("experts: shared is a feed-forward (module: mlp), and only one that is there has a gate")
         total = self._experts("up_proj").total
-        if correction is not None and correction.get_parameter("value").shape != (total,):
-            found = list(correction.get_parameter("value").shape)
-            raise SpecError(f"experts: a correction_bias of {found} for {total} experts")
+        if correction is not None and correction.shape != (total,):
+            raise SpecError(f"experts: a correction_bias of {list(correction.shape)} for {total} experts")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``[B, L, hidden]`` for the same, equal on every rank."""
         flat = x.flatten(0, -2)
-        weights, chosen = route(self.projection("router")(flat), self.routing, self._correction())
+        weights, chosen = route(self.projection("router")(flat), self.routing, self.parameter("correction_bias"))
         y = self._routed(flat, weights, chosen) + self._shared(flat)
         return self.tp.all_reduce(y).view_as(x)
 
@@ -90,10 +89,6 @@ class Moe(FeedForward):
         if self.child("shared_gate") is None:
             return y
         return torch.sigmoid(self.projection("shared_gate")(x)) * y
-
-    def _correction(self) -> torch.Tensor | None:
-        child = self.child("correction_bias")
-        return None if child is None else child.get_parameter("value")
 
     def _experts(self, role: str) -> ExpertLinear:
         found = self.child(role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from tpkit.errors import PluginError, SpecError
@@ -29,6 +30,18 @@ class RoleModule(nn.Module):
     def child(self, role: str) -> nn.Module | None:
         """Returns the child in a role, or None."""
         return self.get_submodule(self._names[role]) if role in self._names else None
+
+    def parameter(self, role: str) -> torch.Tensor | None:
+        """Returns the tensor of the parameter in a role, or None.
+
+        Raises:
+            PluginError: if something else is in that role.
+        """
+        found = self.child(role)
+        value = None if found is None else found._parameters.get("value")
+        if found is not None and value is None:
+            raise PluginError(f"{type(self).__name__} needs a parameter as {role}, not a {type(found).__name__}")
+        return value
 
     def projection(self, role: str) -> ParallelLinear:
         """Returns the projection in a role.

@@ -18,9 +18,9 @@ class Xielu(RoleModule):
     """
 
     def _number(self, role: str) -> torch.Tensor:
-        child = self.child(role)
-        assert child is not None  # noqa: S101 - all four are required
-        return next(child.parameters())
+        found = self.parameter(role)
+        assert found is not None  # noqa: S101 - all four are required
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the activation of ``[...]``, element by element."""

@@ -28,6 +28,7 @@ class Target:
         aliases: other names that rules may call it by: the packed projection's, and both as the description has them.
         siblings: names of the other parts of the same packed layer.
         kind: "linear", "head" (the projection to the vocabulary) or "embedding".
+        role: its role in the module around it, e.g. "up_proj", or "router" of experts; "" where it stands alone.
         in_features, out_features: its logical sizes.
         stored: headers of what the checkpoint has for it, by the rest of their names; empty without a checkpoint.
         patterns: notes every pattern it is compared with, and how, and whether it ever matched.
@@ -37,6 +38,7 @@ class Target:
     aliases: tuple[str, ...] = ()
     siblings: tuple[str, ...] = ()
     kind: Literal["linear", "head", "embedding"] = "linear"
+    role: str = ""
     in_features: int = 0
     out_features: int = 0
     stored: Mapping[str, Header] = field(default_factory=dict)
@@ -85,11 +87,11 @@ class Target:
             patterns=patterns,
         )
 
-    def apart(self, pattern: str, dialect: Dialect, experts: int) -> int | None:
-        """Returns the first expert that a pattern means where it does not mean expert 0, or the other way round."""
+    def apart(self, pattern: str, dialect: Dialect, experts: int) -> list[int]:
+        """Returns the experts that a pattern means where it does not mean expert 0, or the other way round."""
         compared = self._told_apart(pattern, dialect, experts)
         first = bool(compared) and self.of(0, {})._means_this(pattern, dialect)
-        return next((e for e in compared if self.of(e, {})._means_this(pattern, dialect) != first), None)
+        return [e for e in compared if self.of(e, {})._means_this(pattern, dialect) != first]
 
     def _told_apart(self, pattern: str, dialect: Dialect, experts: int) -> Sequence[int]:
         """Returns experts to compare: all where the pattern speaks of their numbers, else some, or none."""
@@ -100,6 +102,8 @@ class Target:
         own = pattern.rpartition(before)[2] if before in pattern else ""
         if re.search(r"[\d\[?(|{]", own) or pattern[:1].isdigit() or (dialect == "substring" and own == ""):
             return range(1, experts) if re.search(r"[\d\[?]", pattern) else ()
+        if pattern.startswith("re:") and re.search(r"\d", pattern):
+            return range(1, experts)  # a number in an expression may be an expert's, whatever stands before it
         wild = pattern.startswith("re:") or any(char in pattern for char in "*?[")
         return [e for e in (1, 2, 9, 10, 99, 100, experts - 1) if 0 < e < experts] if wild else ()
 

@@ -67,9 +67,9 @@ class GatedDeltaNetLayer(RoleModule):
         return out(self._normed(y, z))  # type: ignore[no-any-return]
 
     def _numbers(self, role: str) -> torch.Tensor:
-        child = self.child(role)
-        assert child is not None  # noqa: S101 - all roles are required
-        return next(child.parameters())
+        found = self.parameter(role)
+        assert found is not None  # noqa: S101 - all roles are required
+        return found
 
     def _by_head(self, x: torch.Tensor, size: int) -> torch.Tensor:
         """Returns ``[B, key heads, value heads of each or 1, L, size]`` float32 for ``[B, L, features]``."""

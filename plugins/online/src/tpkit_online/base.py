@@ -69,6 +69,8 @@ class Online(QuantMethod):
     def for_module(self, target: Target) -> QuantMethod | None:
         if target.kind != "linear" or target.matches(self.options.ignore):
             return None
+        if target.role in ("router", "shared_gate"):  # a rounded router sends tokens to other experts
+            return None
         weight = target.stored.get("weight")
         others = sorted(set(target.stored) - {"weight", "bias"})
         if others or (weight is not None and weight.dtype not in FLOATS):
