@@ -14,7 +14,7 @@ from tpkit.partition import Axis, Features
 if TYPE_CHECKING:
     from torch import nn
 
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = ["AlibiOptions", "Attention", "AttentionOptions", "TemperatureOptions"]
 

@@ -14,7 +14,7 @@ from tpkit.partition import Axis, Features
 if TYPE_CHECKING:
     from torch import nn
 
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = ["Activation", "ClampedSwiglu", "Mlp", "MlpOptions", "Moe", "MoeOptions", "RoutingOptions"]
 
@@ -87,7 +87,7 @@ class RoutingOptions(Options):
     """
 
     score: Literal["softmax", "sigmoid", "none"]
-    top_k: int
+    top_k: int = Field(gt=0)
     weights: Literal["score", "softmax", "sigmoid"] = "score"
     renormalize: bool = False
     scale: float = 1.0

@@ -17,7 +17,7 @@ from tpkit.partition import Axis, Features, Side, side_size
 if TYPE_CHECKING:
     from torch import nn
 
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = [
     "Axis",

@@ -10,7 +10,7 @@ from tpkit.modules import Child, Children, Declared, ModuleType, Role
 if TYPE_CHECKING:
     from torch import nn
 
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = ["Xielu"]
 

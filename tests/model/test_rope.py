@@ -38,7 +38,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from tpkit.distributed.group import TensorParallel
 from tpkit.errors import SpecError
 from tpkit.layers import ForwardContext, Rotary
-from tpkit.making import BuildContext
+from tpkit.layers.building import BuildContext
 from tpkit.modules import RopeOptions
 from tpkit.spec import check_scaling
 

@@ -1,6 +1,7 @@
 """Layers, usable alone or built from a description. They know nothing of files: loading follows the plan."""
 
 from tpkit.layers.attention import Attention
+from tpkit.layers.building import BuildContext
 from tpkit.layers.container import Container
 from tpkit.layers.context import ForwardContext, KVCache
 from tpkit.layers.convolution import CausalConv
@@ -28,6 +29,7 @@ from tpkit.layers.sharded import Sharded, ShardedModule
 
 __all__ = [
     "Attention",
+    "BuildContext",
     "CausalConv",
     "ColumnParallelExperts",
     "ColumnParallelLinear",

@@ -17,7 +17,7 @@ from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
     from tpkit.attention import AttentionOptions
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = ["Attention"]
 

@@ -13,7 +13,7 @@ from tpkit.layers.parallel import ParallelLinear
 from tpkit.quant import Unquantized
 
 if TYPE_CHECKING:
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
 
 __all__ = ["CausalConv"]
 

@@ -13,7 +13,7 @@ from tpkit.layers.roles import RoleModule
 
 if TYPE_CHECKING:
     from tpkit.feedforward import MlpOptions, MoeOptions
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
     from tpkit.modules import Children
 
 __all__ = ["ACTIVATIONS", "FeedForward", "Mlp"]

@@ -13,7 +13,7 @@ from tpkit.layers.routing import route
 
 if TYPE_CHECKING:
     from tpkit.feedforward import MoeOptions
-    from tpkit.making import BuildContext
+    from tpkit.layers.building import BuildContext
     from tpkit.modules import Children
 
 __all__ = ["Moe"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from tpkit.modules import Axis, Child, Children, Declared, Features, ModuleType,
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from tpkit.layers import BuildContext
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetOptions"]
 
@@ -74,7 +76,7 @@ class GatedDeltaNet(ModuleType):
         )
 
     @classmethod
-    def build(cls, options: GatedDeltaNetOptions, children: Children, context: Any) -> nn.Module:
+    def build(cls, options: GatedDeltaNetOptions, children: Children, context: BuildContext) -> nn.Module:
         from tpkit_gated_delta_net.layer import GatedDeltaNetLayer
 
         return GatedDeltaNetLayer(options, children, context)

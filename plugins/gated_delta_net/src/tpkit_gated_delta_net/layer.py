@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
@@ -12,6 +12,7 @@ from tpkit.layers import CausalConv, ForwardContext, RMSNorm, RoleModule
 from tpkit_gated_delta_net.rule import delta_rule
 
 if TYPE_CHECKING:
+    from tpkit.layers import BuildContext
     from tpkit.modules import Children
     from tpkit_gated_delta_net import GatedDeltaNetOptions
 
@@ -35,7 +36,7 @@ class GatedDeltaNetLayer(RoleModule):
 
     takes_context = True
 
-    def __init__(self, options: GatedDeltaNetOptions, children: Children, build: Any) -> None:
+    def __init__(self, options: GatedDeltaNetOptions, children: Children, build: BuildContext) -> None:
         super().__init__(children)
         keys, _, _, values = self.projection("in_proj_qkvz").out_sizes
         self.key_dim, self.value_dim = options.key_head_dim, options.value_head_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ from tpkit.modules import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from tpkit.layers import BuildContext
 
 __all__ = ["Mla", "MlaOptions"]
 
@@ -124,7 +126,7 @@ class Mla(ModuleType):
         return Declared(sides=sides, widths=widths, counts={"head": options.heads})
 
     @classmethod
-    def build(cls, options: MlaOptions, children: Children, context: Any) -> nn.Module:
+    def build(cls, options: MlaOptions, children: Children, context: BuildContext) -> nn.Module:
         from tpkit_mla.layer import LatentAttention
 
         return LatentAttention(options, children, context)

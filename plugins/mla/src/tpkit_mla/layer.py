@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from tpkit import PluginError, SpecError
 from tpkit.layers import ForwardContext, LayerNorm, PartedLinear, RMSNorm, RoleModule
 
 if TYPE_CHECKING:
+    from tpkit.layers import BuildContext
     from tpkit_mla import MlaOptions
 
 __all__ = ["LatentAttention"]
@@ -38,7 +39,7 @@ class LatentAttention(RoleModule):
 
     takes_context = True
 
-    def __init__(self, options: MlaOptions, children: Mapping[str, tuple[str, nn.Module]], build: Any) -> None:
+    def __init__(self, options: MlaOptions, children: Mapping[str, tuple[str, nn.Module]], build: BuildContext) -> None:
         super().__init__(children)
         self.nope, self.rope, self.value = options.qk_nope_head_dim, options.qk_rope_head_dim, options.v_head_dim
         self.rank = options.kv_lora_rank

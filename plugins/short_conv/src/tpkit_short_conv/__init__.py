@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from tpkit.modules import Axis, Child, Children, Declared, Features, ModuleType,
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from tpkit.layers import BuildContext
 
 __all__ = ["ShortConv", "ShortConvOptions"]
 
@@ -52,7 +54,7 @@ class ShortConv(ModuleType):
         )
 
     @classmethod
-    def build(cls, options: ShortConvOptions, children: Children, context: Any) -> nn.Module:
+    def build(cls, options: ShortConvOptions, children: Children, context: BuildContext) -> nn.Module:
         from tpkit_short_conv.layer import ShortConvLayer
 
         return ShortConvLayer(children, context)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpkit.layers import CausalConv, ForwardContext, RoleModule
 
 if TYPE_CHECKING:
+    from tpkit.layers import BuildContext
     from tpkit.modules import Children
 
 __all__ = ["ShortConvLayer"]
@@ -24,7 +25,7 @@ class ShortConvLayer(RoleModule):
 
     takes_context = True
 
-    def __init__(self, children: Children, build: Any) -> None:
+    def __init__(self, children: Children, build: BuildContext) -> None:
         super().__init__(children)
         self._convolved = CausalConv(self.projection("conv"), build)
 
