@@ -113,13 +113,11 @@ class Source:
     @property
     def numbered(self) -> bool:
         """Says that each expert has tensors of its own, with its number in their names."""
-        return EXPERT in self.name.split(".")
+        return EXPERT in self.name  # no name on disk has that letter
 
     def stem(self, expert: int | None = None) -> str:
         """Returns what the names of its tensors begin with, for one expert."""
-        if expert is None or EXPERT not in self.name:
-            return self.name
-        return ".".join(str(expert) if part == EXPERT else part for part in self.name.split("."))
+        return self.name if expert is None else self.name.replace(EXPERT, str(expert))
 
     def tensor(self, parameter: str, stem: str | None = None, expert: int | None = None) -> str:
         """Returns the name on disk of one of its tensors; `stem` is used in place of its own."""

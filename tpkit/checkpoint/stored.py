@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,9 @@ from tpkit.layout import Source, View
 from tpkit.params import Header
 
 __all__ = ["Checkpoint", "Stored", "matcher", "stamp_of"]
+
+#: a module's tensors have at most so many components below its path
+DEEP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +120,19 @@ class Checkpoint:
         """Returns the headers of the tensors below a module's path, by the rest of their names; "": all of them."""
         if not stem:
             return {n: Header(dtype=s.dtype, shape=s.shape, encoding=s.encoding) for n, s in self.tensors.items()}
-        return dict(self._by_stem.get(stem, ()))
+        names, begin = self._sorted, len(stem) + 1
+        first = bisect_left(names, f"{stem}.")
+        last = bisect_left(names, f"{stem}/", first)  # the character after a dot
+        found = {}
+        for name in names[first:last]:
+            if name.count(".", begin) < DEEP:
+                stored = self.tensors[name]
+                found[name[begin:]] = Header(dtype=stored.dtype, shape=stored.shape, encoding=stored.encoding)
+        return found
 
     @cached_property
-    def _by_stem(self) -> dict[str, list[tuple[str, Header]]]:
-        found: dict[str, list[tuple[str, Header]]] = {}
-        for name, stored in self.tensors.items():
-            parts = name.split(".")
-            for n in range(max(1, len(parts) - 3), len(parts)):
-                header = Header(dtype=stored.dtype, shape=stored.shape, encoding=stored.encoding)
-                found.setdefault(".".join(parts[:n]), []).append((".".join(parts[n:]), header))
-        return found
+    def _sorted(self) -> list[str]:
+        return sorted(self.tensors)
 
     @property
     def float_dtype(self) -> str | None:
