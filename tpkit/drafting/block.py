@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from tpkit.drafting.experts import is_moe
 from tpkit.drafting.fields import Fields
-from tpkit.drafting.names import Group
-from tpkit.drafting.parts import Tree, attention_node, is_attention, is_mlp, is_norm, mlp_node, norm_node, take
+from tpkit.drafting.layers import experts_node
+from tpkit.drafting.mlp import mlp_node
+from tpkit.drafting.names import Group, ask_differing, merged
+from tpkit.drafting.parts import Tree, attention_node, is_attention, is_mlp, is_norm, norm_node, take
 
 __all__ = ["block_node"]
 
@@ -16,19 +20,10 @@ _OF_MLP = re.compile(r"ffn|mlp|feed|ff_|post_attention|post_attn|2$", re.IGNOREC
 _OF_MLP_AFTER = re.compile(r"ffn|mlp|feed|ff_|2$", re.IGNORECASE)
 
 
-def block_node(group: Group, fields: Fields, hidden: int | None, rope: bool) -> Tree:
-    """Returns the node of a repeated block."""
+def block_node(group: Group, path: str, fields: Fields, hidden: int | None, rope: bool) -> Tree:
+    """Returns the node of a repeated block, whose path questions tell."""
     block = Group(group.name, dict(group.children))
-    parts: dict[str, Tree] = {}
-    attention = mlp = ""
-    for name, child in list(block.children.items()):
-        inner, place = _inside(child, name)
-        if inner is not None and is_attention(inner) and not attention:
-            attention = name
-            parts[name] = _wrapped(attention_node(inner, fields, hidden, rope), place)
-        elif inner is not None and is_mlp(inner) and not mlp:
-            mlp = name
-            parts[name] = _wrapped(mlp_node(inner, fields, hidden), place)
+    parts, attention, mlp = _parts(block, group.copies, path, fields, hidden, rope)
     if not attention and is_attention(block):
         attention = "attention"
         parts[attention] = attention_node(take(block, attention=True), fields, hidden, rope, inline=True)
@@ -48,10 +43,49 @@ def block_node(group: Group, fields: Fields, hidden: int | None, rope: bool) -> 
     return node
 
 
-def _inside(group: Group, name: str) -> tuple[Group | None, list[str]]:
+def _parts(
+    block: Group, copies: list[Group], path: str, fields: Fields, hidden: int | None, rope: bool
+) -> tuple[Tree, str, str]:
+    """Returns the nodes of what lies in modules of their own, and which of them are attention and feed-forward."""
+    parts: Tree = {}
+    attention = mlp = chosen = ""
+    for name, child in block.children.items():
+        inner, place = _inside(child)
+        if inner is None:
+            continue
+        if not mlp and is_moe(inner):
+            mlp = chosen = name
+            layers = _by_layer(copies, [name, *place])
+            node: Any = experts_node(layers, ".".join([path, "*", name, *place]), fields, hidden)
+            parts[name] = _wrapped(node, place)
+        elif is_attention(inner) and not attention:
+            attention = name
+            parts[name] = _wrapped(attention_node(inner, fields, hidden, rope), place)
+        elif is_mlp(inner) and not mlp:
+            mlp = name
+            parts[name] = _wrapped(mlp_node(inner, fields, hidden), place)
+    # what differs within the module that has experts is a choice already
+    alike = [Group(copy.name, {k: v for k, v in copy.children.items() if k != chosen}) for copy in copies]
+    ask_differing(merged(alike), alike, path, fields.ask)
+    return parts, attention, mlp
+
+
+def _by_layer(copies: list[Group], place: list[str]) -> dict[int, Group]:
+    """Returns the module at a place in each copy that has it."""
+    found = {}
+    for copy in copies:
+        at: Group | None = copy
+        for name in place:
+            at = at.children.get(name) if at else None
+        if at is not None:
+            found[int(copy.name)] = at
+    return found
+
+
+def _inside(group: Group) -> tuple[Group | None, list[str]]:
     """Looks through modules that only hold one other: the way down to what holds projections."""
     place: list[str] = []
-    while group.children and not any(child.is_leaf for child in group.children.values()) and len(group.children) == 1:
+    while len(group.children) == 1 and not is_moe(group) and not any(c.is_leaf for c in group.children.values()):
         (below,) = group.children.values()
         if below.repeat or group.repeat:
             return None, []
@@ -60,7 +94,7 @@ def _inside(group: Group, name: str) -> tuple[Group | None, list[str]]:
     return (group if group.children and not group.repeat else None), place
 
 
-def _wrapped(node: Tree, place: list[str]) -> Tree:
+def _wrapped(node: Any, place: list[str]) -> Any:
     for name in reversed(place):
         node = {name: node}
     return node
@@ -90,6 +124,8 @@ def _forward(attention: str, mlp: str, norms: list[str], fields: Fields) -> tupl
     how = "in parallel" if parallel else "one after the other"
     fields.ask(f"forward: guessed from {told}: attention and feed-forward {how}. Where do the norms go?")
     used = [name for name in used if any(f"{name}(" in term for term in terms)]
+    if factor := fields.multiplier("residual_multiplier", "what attention and feed-forward add to x"):
+        terms = [f"{factor} * {term}" for term in terms]
     return ([f"x + {' + '.join(terms)}"] if parallel else [f"x + {term}" for term in terms]), used
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from tpkit.drafting.block import block_node
 from tpkit.drafting.fields import Fields, text_of
 from tpkit.drafting.names import Group, Shape, grouped
-from tpkit.drafting.parts import Tree, is_norm, norm_node
+from tpkit.drafting.parts import Tree, flow, is_norm, norm_node
+from tpkit.drafting.vocabulary import BUFFERS
 from tpkit.spec.reading import text_part
 
 __all__ = ["Draft", "draft"]
@@ -19,8 +20,6 @@ _POSITION = re.compile(r"pos|wpe", re.IGNORECASE)
 _EMBEDDING = re.compile(r"emb|wte|wpe|tok|pos", re.IGNORECASE)
 _HEAD = re.compile(r"head|output|embed_out|unembed|logits", re.IGNORECASE)
 _KEY = re.compile(r"[A-Za-z_][\w-]*")
-#: tensors that are computed and stored all the same
-_BUFFERS = frozenset(("inv_freq", "masked_bias", "position_ids", "causal_mask"))
 
 #: where nothing but config.json is there: the names that most models have
 _USUAL = (
@@ -62,7 +61,7 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape] | None, source
     if tensors is None:
         fields.ask("the names of tensors are unknown (no index, no weights): the tree has the commonest ones")
         tensors = {f"{name}.weight": None for name in _USUAL}
-    root = grouped(tensors, fields.ask)
+    root = grouped(tensors, fields.value("num_hidden_layers"), fields.ask)
     tree, ignore = _Root(root, fields).nodes()
     if rest := fields.unread():
         fields.ask("config.json also says, and the draft does not read: " + "; ".join(rest))
@@ -77,7 +76,7 @@ class _Root:
 
     def __init__(self, root: Group, fields: Fields) -> None:
         self.root, self.fields = root, fields
-        self.ignore: list[str] = []
+        self.ignore = [f"{path}.{number}.**" for path, group in root.walk() for number in group.beyond]
         repeats = [(path, group) for path, group in root.walk() if group.repeat and "*" not in path]
         layers = fields.value("num_hidden_layers")
         ranked = sorted(repeats, key=lambda each: (each[1].repeat != layers, -each[1].repeat))
@@ -125,14 +124,16 @@ class _Root:
     def _node(self, group: Group, path: str) -> tuple[int, Tree | str | None]:
         """Returns a node, and its place in the order in which children run."""
         if path == self.embedding:
-            self.fields.ask("embedding: is it multiplied by a scale (`scale: ...`)?")
-            return 0, "{module: embedding, style: vocab}"
+            scale = self.fields.multiplier("embedding_multiplier", "the embedding")
+            if not scale:
+                self.fields.ask("embedding: is it multiplied by a scale (`scale: ...`)?")
+            return 0, flow("module: embedding", "style: vocab", f"scale: {scale}" if scale else "")
         if path == self.positions:
             self.fields.size("max_position_embeddings", group.weight[0] if group.weight else None)
             self.fields.ask("learned positions: does position 0 have row 0? (`offset: 2` where it has row 2)")
             return 1, "{module: positions, style: replicated}"
         if path == self.trunk[0]:
-            return 3, block_node(group, self.fields, self.hidden, rope=not self.positions)
+            return 3, block_node(group, path, self.fields, self.hidden, rope=not self.positions)
         if path == self.head:
             return 5, self._head_words("bias: true" if group.has_bias else "")
         if is_norm(group):
@@ -140,7 +141,7 @@ class _Root:
         kept = (self.embedding, self.trunk[0], self.positions, self.head)
         if any(each.startswith(f"{path}.") for each in kept if each):
             return (0 if self.embedding.startswith(f"{path}.") else 3), self._below(group, path)
-        if group.tensors.keys() - _BUFFERS or group.children:
+        if group.tensors.keys() - BUFFERS or group.children:
             self.fields.ask(f"{path}: not understood and ignored; if the language model needs it, the draft is wrong")
             self.ignore.append(f"{path}.**")
         return 9, None
@@ -148,12 +149,12 @@ class _Root:
     def _buffers(self, group: Group, path: str) -> None:
         """Ignores tensors that are no parameters: rotary frequencies, causal masks."""
         if path != self.trunk[0]:
-            self.ignore += [f"{path}.{last}" for last in group.tensors if last in _BUFFERS]
+            self.ignore += [f"{path}.{last}" for last in group.tensors if last in BUFFERS]
             return
         for below, each in [("*", group), *group.walk()]:
             for last, shape in each.tensors.items():
                 stem = f"{path}.{below}"
-                if last in _BUFFERS or (last == "bias" and each.children and len(shape or (1,) * 4) == 4):
+                if last in BUFFERS or (last == "bias" and each.children and len(shape or (1,) * 4) == 4):
                     self.fields.ask(f"{stem}.{last} is taken for a buffer and ignored")
                     self.ignore.append(f"{stem}.{last}")
 
@@ -164,9 +165,12 @@ class _Root:
             self.fields.ask(f"tie_word_embeddings: not in config.json; {text_of(tied)} by the names of tensors")
         self.fields.declare("tie_word_embeddings", "tie_word_embeddings", tied)
         words = ["style: vocab", bias]
+        if self.fields.word("logits_scaling", (int, float)) is not None:
+            self.fields.ask("logits_scaling: by its name it is taken to divide the logits")
+            words.append("scale: 1 / logits_scaling")
         if self.embedding:
             words.append(f"tied: {{when: tie_word_embeddings, to: {self.embedding}}}")
-        return f"{{{', '.join(word for word in words if word)}}}"
+        return flow(*words)
 
 
 def _header(config: Mapping[str, Any], part: Mapping[str, Any], family: str, fields: Fields) -> list[str]:
@@ -182,6 +186,7 @@ def _header(config: Mapping[str, Any], part: Mapping[str, Any], family: str, fie
         "",
         "config:",
         *(f"  {name}: {text}" for name, text in fields.declared.items()),
+        *(["", "derived:", *(f"  {name}: {text}" for name, text in fields.derived.items())] if fields.derived else []),
         *(["", f"require: [{', '.join(fields.required)}]"] if fields.required else []),
     ]
 
@@ -203,5 +208,10 @@ def _lines(tree: Tree, depth: int) -> list[str]:
     for name, node in tree.items():
         key = name if _KEY.fullmatch(name) else text_of(name)
         lines.append("  " * depth + (f"{key}: {node}" if isinstance(node, str) else f"{key}:"))
-        lines += _lines(node, depth + 1) if isinstance(node, dict) else []
+        if isinstance(node, list):
+            for branch in node:
+                opened, *rest = _lines(branch, depth + 2)
+                lines += ["  " * (depth + 1) + f"- {opened.lstrip()}", *rest]
+        else:
+            lines += _lines(node, depth + 1) if isinstance(node, dict) else []
     return lines

@@ -27,6 +27,24 @@ ALIASES: dict[str, tuple[str, ...]] = {
                      "layernorm_epsilon", "norm_epsilon", "epsilon"),
     "layer_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon",
                        "epsilon"),
+    "dense_intermediate_size": ("dense_intermediate_size", "intermediate_size_mlp", "dense_ffn_hidden_size"),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size",
+                              "intermediate_size_moe", "expert_ffn_hidden_size", "expert_dim", "ffn_hidden_size"),
+    "shared_expert_intermediate_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+                                        "shared_intermediate_size", "share_expert_dim", "shared_expert_dim"),
+    "n_shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts",
+                    "n_experts", "num_moe_experts", "moe_num_routed_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk",
+                            "moe_top_k", "moe_k", "num_selected_experts", "n_experts_per_token", "n_activated_experts",
+                            "moe_router_topk", "top_k_experts", "router_top_k", "topk", "top_k"),
+    "n_group": ("n_group", "n_groups", "num_expert_group", "n_expert_groups"),
+    "topk_group": ("topk_group", "topk_groups", "n_limited_groups", "limited_topk"),
+    "norm_topk_prob": ("norm_topk_prob", "norm_topk_probs", "norm_expert_weight", "moe_renormalize", "route_norm"),
+    "routed_scaling_factor": ("routed_scaling_factor", "moe_router_scaling_factor", "router_scaling_factor",
+                              "moe_routed_scaling_factor", "route_scale"),
+    "scoring_func": ("scoring_func", "score_func", "score_function", "moe_router_score_function",
+                     "moe_router_activation_func", "router_score_function"),
     "hidden_act": ("hidden_act", "hidden_activation", "activation_function", "activation", "act_fn", "act"),
 }  # fmt: skip
 
@@ -55,6 +73,8 @@ class Fields:
         declared: field -> its declaration in YAML.
         questions: what a person must decide.
         required: flags of config.json that what is guessed depends on.
+        derived: name -> what it is derived from, in YAML.
+        shown: field -> the value that config.json has for it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -62,6 +82,8 @@ class Fields:
         self.declared: dict[str, str] = {}
         self.questions: list[str] = []
         self.required: list[str] = []
+        self.derived: dict[str, str] = {}
+        self.shown: dict[str, Any] = {}
         self._read: set[str] = set()
 
     def ask(self, question: str) -> None:
@@ -72,6 +94,11 @@ class Fields:
     def value(self, name: str) -> Any:
         """Returns what config.json has for a field under any of its names, None for nothing."""
         return next((self.config[key] for key in ALIASES.get(name, (name,)) if self.config.get(key) is not None), None)
+
+    def count(self, name: str, seen: int | None) -> int | None:
+        """Returns what config.json has for a size: what is seen, if one of its names says so, else what any says."""
+        found = [self.config[key] for key in ALIASES.get(name, (name,)) if _is_count(self.config.get(key))]
+        return seen if seen in found else next(iter(found), None)
 
     def size(self, name: str, seen: int | None, default: str | None = None, expect: int | None = None) -> None:
         """Declares a size.
@@ -89,13 +116,16 @@ class Fields:
             if seen not in (None, value):
                 self.ask(f"{name}: config.json says {key} {value}, the shapes of tensors say {seen}")
             self.declare(name, key, value)
+            alike = [other for other in keys if self.config[other] == value]
+            self._read.update(alike)
+            if len(alike) > 1:
+                self.declared[name] = f"{{from: [{', '.join(alike)}], default: {text_of(value)}}}"
         elif default is not None and (seen is None or expect is None or seen == expect):
             self.declared[name] = default
         else:
             known = f"{seen} by the shapes of tensors" if seen else "1 is a placeholder"
             self.ask(f"{name}: config.json has no such field under a known name ({known})")
             self.declared[name] = str(seen or 1)
-        self._read.update(keys)
 
     def number(self, name: str, fallback: Any) -> None:
         """Declares a number or a word that shapes do not tell."""
@@ -109,6 +139,7 @@ class Fields:
     def declare(self, name: str, key: str, value: Any) -> None:
         """Declares a field that config.json has under a key; its value becomes the default."""
         self._read.add(key)
+        self.shown[name] = value
         self.declared[name] = text_of(value) if key == name else f"{{from: {key}, default: {text_of(value)}}}"
 
     def spelled(self, name: str, fallback: Any) -> Any:
@@ -131,6 +162,26 @@ class Fields:
                 self.ask(f"config.json says {flag}: {text_of(said)}, but the tensors show {text_of(found)}")
                 break
         return "bias: true" if found else ""
+
+    def word(self, name: str, known: type | tuple[type, ...], among: tuple[str, ...] = ()) -> str | None:
+        """Declares a field if config.json has it as a value of a type, and one of some words; returns its name."""
+        for key in ALIASES.get(name, (name,)):
+            said = self.config.get(key)
+            if (
+                isinstance(said, known)
+                and (not isinstance(said, bool) or known is bool)
+                and (not among or said in among)
+            ):
+                self.declare(name, key, said)
+                return name
+        return None
+
+    def multiplier(self, name: str, what: str) -> str:
+        """Declares a number of config.json that multiplies something, by its name, and asks; "" where there is none."""
+        if self.word(name, (int, float)) is None:
+            return ""
+        self.ask(f"{name}: by its name it is taken to multiply {what}")
+        return name
 
     def require(self, flag: str) -> bool:
         """Tells whether config.json sets a flag; then the draft is of models that set it, and says so."""

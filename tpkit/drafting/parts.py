@@ -9,21 +9,37 @@ from typing import Any
 from tpkit.drafting.fields import Fields, text_of
 from tpkit.drafting.names import Group
 from tpkit.drafting.vocabulary import (
-    ACTIVATIONS,
+    BUFFERS,
     DOWN,
     GATE,
     GATE_UP,
     HEAD_NORM,
     NORM,
     OUT,
+    PER_HEAD,
     QKV,
+    SINKS,
     UP,
     K,
     Q,
     V,
 )
 
-__all__ = ["attention_node", "is_attention", "is_mlp", "is_norm", "mlp_node", "norm_node", "take"]
+__all__ = [
+    "Tree",
+    "attention_node",
+    "first",
+    "flow",
+    "is_attention",
+    "is_mlp",
+    "is_norm",
+    "leaves_of",
+    "left_out",
+    "max_but",
+    "norm_node",
+    "take",
+    "transposed",
+]
 
 Tree = dict[str, Any]
 
@@ -35,11 +51,13 @@ def is_norm(group: Group) -> bool:
     return len(group.weight) == 1 if group.weight is not None else bool(NORM.search(group.name))
 
 
-def _leaves(group: Group) -> dict[str, Group]:
+def leaves_of(group: Group) -> dict[str, Group]:
+    """Returns the weights' modules directly below."""
     return {name: child for name, child in group.children.items() if child.is_leaf}
 
 
-def _first(names: Mapping[str, Group], known: Any) -> str | None:
+def first(names: Mapping[str, Group], known: Any) -> str | None:
+    """Returns the name that is among known ones, the likeliest if there are several."""
     lower = {name.lower(): name for name in names}
     order = [lower[name] for name in known if name in lower]
     return order[0] if order else None
@@ -47,24 +65,24 @@ def _first(names: Mapping[str, Group], known: Any) -> str | None:
 
 def is_attention(group: Group) -> bool:
     """Tells whether projections of an attention lie directly below."""
-    leaves = _leaves(group)
-    apart = all(_first(leaves, known) for known in (Q, K, V))
-    return (apart or _first(leaves, QKV) is not None) and _first(leaves, OUT) is not None
+    leaves = leaves_of(group)
+    apart = all(first(leaves, known) for known in (Q, K, V))
+    return (apart or first(leaves, QKV) is not None) and first(leaves, OUT) is not None
 
 
 def is_mlp(group: Group) -> bool:
     """Tells whether projections of a dense feed-forward lie directly below."""
-    leaves = _leaves(group)
-    ups = any(_first(leaves, known) for known in (GATE, UP, GATE_UP))
-    return ups and _first(leaves, DOWN) is not None and not any(child.repeat for child in group.children.values())
+    leaves = leaves_of(group)
+    ups = any(first(leaves, known) for known in (GATE, UP, GATE_UP))
+    return ups and first(leaves, DOWN) is not None and not any(child.repeat for child in group.children.values())
 
 
 def take(group: Group, attention: bool) -> Group:
     """Moves the loose projections of an attention or a feed-forward out of a block into a group of their own."""
     known = (Q, K, V, QKV, OUT) if attention else (GATE, UP, GATE_UP, DOWN)
-    names = {found for words in known if (found := _first(_leaves(group), words)) is not None}
+    names = {found for words in known if (found := first(leaves_of(group), words)) is not None}
     if attention:
-        names |= {name for name in _leaves(group) if any(p.fullmatch(name) for p in HEAD_NORM.values())}
+        names |= {name for name in leaves_of(group) if any(p.fullmatch(name) for p in HEAD_NORM.values())}
     inner = Group("attention" if attention else "feed_forward")
     inner.children = {name: group.children.pop(name) for name in list(group.children) if name in names}
     return inner
@@ -80,7 +98,7 @@ def norm_node(group: Group, fields: Fields, over: str = "") -> str:
     return f"{{{', '.join([*words, *([over] if over else [])])}}}"
 
 
-def _transposed(shape: Any, out: int | None, in_: int | None, fields: Fields, name: str) -> str:
+def transposed(shape: Any, out: int | None, in_: int | None, fields: Fields, name: str) -> str:
     """Returns the word for weights stored [in, out], as far as the shape tells."""
     if shape is None or out is None or in_ is None or len(shape) != 2:
         return ""
@@ -91,34 +109,38 @@ def _transposed(shape: Any, out: int | None, in_: int | None, fields: Fields, na
     return ""
 
 
-def _node(*words: str) -> str:
-    return f"{{{', '.join(word for word in words if word)}}}"
+def flow(*each: str) -> str:
+    """Returns words of a node in one line, without the empty ones."""
+    return f"{{{', '.join(word for word in each if word)}}}"
 
 
 def attention_node(group: Group, fields: Fields, hidden: int | None, rope: bool, inline: bool = False) -> Tree:
     """Returns an attention with its projections and the norms on its heads."""
-    leaves = _leaves(group)
-    parts = [_first(leaves, known) for known in (Q, K, V)]
-    fused, out = _first(leaves, QKV), _first(leaves, OUT)
+    leaves = leaves_of(group)
+    parts = [first(leaves, known) for known in (Q, K, V)]
+    fused, out = first(leaves, QKV), first(leaves, OUT)
     heads = fields.value("num_attention_heads")
     head_dim = _attention_sizes(leaves, parts, fused, out, heads, hidden, fields)
     node: Tree = {**({"inline": "true"} if inline else {}), "module": "attention"}
     if rope:
         node["rope"] = _rope(fields)
     node |= _window(fields)
-    fields.ask("attention: are scores multiplied by head_dim ** -0.5? (`scale: ...` where not)")
+    if (scale := fields.multiplier("attention_multiplier", "scores of attention, in place of head_dim ** -0.5,")) != "":
+        node["scale"] = scale
+    else:
+        fields.ask("attention: are scores multiplied by head_dim ** -0.5? (`scale: ...` where not)")
     flags = ("attention_bias", "qkv_bias", "use_bias", "bias")
     if fused is not None:
         bias = fields.bias(leaves[fused].has_bias, flags)
         turned = _turned(leaves[fused], hidden)
-        node[fused] = _node("style: qkv", _order(fused, fields), bias, turned)
+        node[fused] = flow("style: qkv", _order(fused, fields), bias, turned)
     else:
         named = [name for name in parts if name]
         biased = [leaves[name].has_bias for name in named]
         if any(biased) and not all(biased):
             fields.ask(f"biases: only some of {', '.join(named)} have one; a packed projection has all or none")
-        turned = _transposed(leaves[named[1]].weight, _rows_of(fields, head_dim), hidden, fields, named[1])
-        node["qkv_proj"] = _node("style: qkv", f"packs: [{', '.join(named)}]", fields.bias(any(biased), flags), turned)
+        turned = transposed(leaves[named[1]].weight, _rows_of(fields, head_dim), hidden, fields, named[1])
+        node["qkv_proj"] = flow("style: qkv", f"packs: [{', '.join(named)}]", fields.bias(any(biased), flags), turned)
     for role, pattern in HEAD_NORM.items():
         for name, leaf in leaves.items():
             if pattern.fullmatch(name):
@@ -126,8 +148,12 @@ def attention_node(group: Group, fields: Fields, hidden: int | None, rope: bool,
     if out is not None:
         turned = "transposed: true" if "transposed" in str(node[fused or "qkv_proj"]) else ""
         alike = leaves[out].has_bias == leaves[fused or str(parts[0])].has_bias
-        node[out] = _node("style: row", fields.bias(leaves[out].has_bias, flags if alike else ()), turned)
-    _left_out(group, node, parts, fields)
+        node[out] = flow("style: row", fields.bias(leaves[out].has_bias, flags if alike else ()), turned)
+    for last, shape in group.tensors.items():
+        if SINKS.search(last) and shape in (None, (heads,)):
+            fields.ask(f"{last}: taken for sinks, a logit of each head that attends to nothing")
+            node[last] = flow("" if last == "sinks" else "role: sinks", "parameter: [num_attention_heads]", PER_HEAD)
+    left_out(group, node, parts, fields)
     return node
 
 
@@ -188,7 +214,7 @@ def _rope(fields: Fields) -> str:
         fields.ask("rope turns a part of each head (partial_rotary_factor): the first features?")
     elif "partial_rotary_factor" not in had:
         del fields.declared["partial_rotary_factor"]
-    return _node(*words)
+    return flow(*words)
 
 
 def _window(fields: Fields) -> Tree:
@@ -196,13 +222,28 @@ def _window(fields: Fields) -> Tree:
     types = fields.config.get("layer_types")
     if not isinstance(size, int) or isinstance(size, bool):
         return {}
-    fields.declare("sliding_window", "sliding_window", size)
     fields.ask("window: which layers see only sliding_window keys, and do flags of config.json switch it off?")
+    if isinstance(types, list) and "sliding_attention" not in types:
+        return {}
+    fields.declare("sliding_window", "sliding_window", size)
     if not isinstance(types, list):
         return {"window": "sliding_window"}
     fields.declare("layer_type", "layer_types", None)
-    fields.declared["layer_type"] = "{per_layer: layer_types, default: full_attention}"
+    fields.declared["layer_type"] = (
+        f"{{per_layer: layer_types, {_without_list([t == 'full_attention' for t in types])}}}"
+    )
     return {"window": "{when: layer_type == 'sliding_attention', is: sliding_window}"}
+
+
+def _without_list(full: list[bool]) -> str:
+    """Returns which layers see all keys in a config.json without a list: every n-th, if that is so in this one."""
+    if any(full):
+        every = full.index(True) + 1
+        if full == [(number + 1) % every == 0 for number in range(len(full))]:
+            return f"every: {every}, is: full_attention, otherwise: sliding_attention"
+    first, other = ("full_attention", "sliding_attention") if full[0] else ("sliding_attention", "full_attention")
+    until = full.index(not full[0]) if not all(full) and any(full) else len(full)
+    return f"default: [{{when: layer < {until}, is: {first}}}, {{is: {other}}}]"
 
 
 def _order(name: str, fields: Fields) -> str:
@@ -222,47 +263,9 @@ def _head_norm(leaf: Group, role: str, fields: Fields, head_dim: int | None) -> 
     return norm_node(leaf, fields, over if leaf.name == role else f"role: {role}, {over}")
 
 
-def mlp_node(group: Group, fields: Fields, hidden: int | None, inline: bool = False) -> Tree:
-    """Returns a feed-forward, gated where there is more than one projection upwards."""
-    leaves = _leaves(group)
-    down = _first(leaves, DOWN)
-    gate, up, both = (_first(leaves, known) for known in (GATE, UP, GATE_UP))
-    if gate == "w1" and up is None and down == "w2" and "c_proj" in leaves:
-        up, down = "w2", "c_proj"
-    ups = list(dict.fromkeys(name for name in (gate, up) if name and name != down))
-    width = max_but(leaves[down].weight, hidden) if down else None
-    rows = max_but(leaves[both or ups[0]].weight, hidden)
-    fused = both is not None or (len(ups) == 1 and rows is not None and rows == 2 * (width or 0))
-    fields.size("intermediate_size", width, "4 * hidden_size", 4 * hidden if hidden else None)
-    node: Tree = {**({"inline": "true"} if inline else {}), "module": "mlp", "activation": _activation(fields)}
-    first = both or ups[0]
-    bias = fields.bias(leaves[first].has_bias, ("mlp_bias", "use_bias"))
-    turned = _transposed(leaves[first].weight, 2 * width if fused and width else width, hidden, fields, first)
-    if fused:
-        fields.ask(f"{first}: is the gate stored before the up projection (`fused: [gate, up]`), or after it?")
-        node[first] = _node("style: merged_column", "fused: [gate, up]", bias, turned)
-    elif len(ups) == 2:
-        fields.ask(f"{' and '.join(ups)}: which of them goes through the activation? The first of `packs` does")
-        node["gate_up_proj"] = _node("style: merged_column", f"packs: [{', '.join(ups)}]", bias, turned)
-    else:
-        node[first] = _node("style: column", bias, turned)
-    if down:
-        flags = ("mlp_bias", "use_bias") if leaves[down].has_bias == leaves[first].has_bias else ()
-        node[down] = _node("style: row", fields.bias(leaves[down].has_bias, flags), turned)
-    _left_out(group, node, [*ups, both], fields)
-    return node
-
-
-def _activation(fields: Fields) -> str:
-    said = fields.value("hidden_act")
-    if said in ACTIVATIONS:
-        fields.number("hidden_act", "silu")
-        return "hidden_act"
-    fields.ask(f"activation: config.json says {text_of(said)}, which is no known word; silu is guessed")
-    return "silu"
-
-
-def _left_out(group: Group, node: Tree, used: list[str | None], fields: Fields) -> None:
-    rest = [name for name in group.children if name not in node and name not in used]
+def left_out(group: Group, node: Tree, used: list[str | None], fields: Fields) -> None:
+    """Asks about what is in a group and not in its node."""
+    rest = [name for name in (*group.children, *group.tensors) if name not in node and name not in used]
+    rest = [name for name in rest if name not in ("weight", "bias", *BUFFERS)]
     if rest:
         fields.ask(f"{group.name}: not understood and left out: {', '.join(sorted(rest))}")

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ACTIVATIONS", "DOWN", "GATE", "GATE_UP", "HEAD_NORM", "NORM", "OUT", "QKV", "UP", "K", "Q", "V"]
+__all__ = [
+    "ACTIVATIONS",
+    "BUFFERS",
+    "CORRECTION",
+    "DOWN",
+    "GATE",
+    "GATE_UP",
+    "HEAD_NORM",
+    "NORM",
+    "OUT",
+    "PER_HEAD",
+    "QKV",
+    "ROUTER",
+    "SINKS",
+    "UP",
+    "K",
+    "Q",
+    "V",
+]
 
 Q = frozenset(["q_proj", "q", "wq", "query", "q_lin", "query_proj", "to_q", "attn_q", "linear_q"])
 K = frozenset(["k_proj", "k", "wk", "key", "k_lin", "key_proj", "to_k", "attn_k", "linear_k"])
@@ -60,7 +78,7 @@ UP = frozenset(
         "linear_up",
     ]
 )
-GATE_UP = frozenset(["gate_up_proj", "gate_up", "w12", "gate_and_up_proj", "linear_fc1", "w13"])
+GATE_UP = frozenset(["gate_up_proj", "gate_up", "w12", "gate_and_up_proj", "linear_fc1", "w13", "input_linear"])
 DOWN = (
     "down_proj",
     "down",
@@ -79,6 +97,7 @@ DOWN = (
     "wo",
     "proj",
     "output",
+    "output_linear",
 )
 NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
 HEAD_NORM = {
@@ -102,3 +121,12 @@ ACTIVATIONS = frozenset(
         "tanh",
     ]
 )
+#: tensors that are computed and stored all the same
+BUFFERS = frozenset(("inv_freq", "masked_bias", "position_ids", "causal_mask"))
+#: what chooses among experts
+ROUTER = re.compile(r"gate|router|classifier|wg", re.IGNORECASE)
+#: a number for each expert that is added where experts are chosen
+CORRECTION = re.compile(r"correction|(expert|score|router|routing|gate)\w*bias", re.IGNORECASE)
+SINKS = re.compile(r"sink", re.IGNORECASE)
+#: the style of a number for each head
+PER_HEAD = "style: per_head"
