@@ -117,6 +117,7 @@ def _write(tiny: Tiny, folder: Path, reference: Path) -> None:
         size = {"max_shard_size": tiny.shard_size} if tiny.shard_size else {}
         model.to(getattr(torch, tiny.dtype)).save_pretrained(folder, **size)
         kind = {"dtype": torch.float32, "attn_implementation": attention(tiny.family, json.loads(tiny.fields))}
+        kind["experts_implementation"] = "eager"  # any width; grouped ones want multiples of 16 bytes
         model = AutoModelForCausalLM.from_pretrained(folder, **kind).eval()
     with torch.no_grad():
         logits = model(ids).logits
@@ -124,7 +125,7 @@ def _write(tiny: Tiny, folder: Path, reference: Path) -> None:
 
 
 def _random(tiny: Tiny) -> Any:
-    """Returns a model whose matrices, norms and biases are all random, norms around 1; buffers stay."""
+    """Returns a model whose matrices, norms, biases and corrections are all random, norms around 1."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(tiny.seed)
@@ -134,6 +135,9 @@ def _random(tiny: Tiny) -> Any:
             norm = name.endswith("weight") and (parameter.ndim == 1 or "norm" in name)
             around = 1.0 if norm else 0.0
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.2) + around)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # added to the scores of experts
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model
 
 

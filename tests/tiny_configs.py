@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["GROUPED", "WHOLE", "arguments", "attention"]
+__all__ = ["EXPERTS", "GROUPED", "WHOLE", "arguments", "attention"]
 
 #: how a family calls its sizes, where that is not the usual name; None: it has no such field
 _NAMES: dict[str, dict[str, str | None]] = {
@@ -74,6 +74,32 @@ WHOLE: dict[str, dict[str, Any]] = {
     "mpt": {},
     "gpt_bigcode": {},
 }
+#: the same for a family of experts
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "sliding_window": 8},
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 34, "shared_expert_intermediate_size": 51,
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 35, **_WIDE},
+    "granitemoe": {
+        "num_local_experts": 4, "attention_multiplier": 0.1, "embedding_multiplier": 2.0, "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
+    "granitemoeshared": {
+        "num_local_experts": 4, "attention_multiplier": 0.1, "embedding_multiplier": 2.0, "logits_scaling": 2.0,
+        "residual_multiplier": 0.5, "shared_intermediate_size": 52,
+    },
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, **_WIDE, **_MIXED},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, **_WIDE},
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "num_hidden_layers": 3, **_WIDE,
+    },
+    "llama4_text": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 100, "num_hidden_layers": 4, **_WIDE,
+        "attention_chunk_size": 8, "floor_scale": 4,
+    },
+}  # fmt: skip
 
 
 def arguments(family: str, sizes: dict[str, int], fields: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +116,7 @@ def arguments(family: str, sizes: dict[str, int], fields: dict[str, Any]) -> dic
     named.pop(None, None)
     if family in {"opt"}:
         named["word_embed_proj_dim"] = sizes["hidden"]
-    return {**named, **_TOKENS, **(GROUPED | WHOLE)[family], **fields}
+    return {**named, **_TOKENS, **(GROUPED | WHOLE | EXPERTS)[family], **fields}
 
 
 def attention(family: str, fields: dict[str, Any]) -> str:

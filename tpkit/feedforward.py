@@ -146,9 +146,11 @@ class Moe(ModuleType):
         up, down = children["up_proj"], children["down_proj"]
         experts = up.copies
         if experts is None or down.copies != experts:
+            told = " and ".join(
+                f"{'one' if n is None else n} {way}" for n, way in ((up.copies, "up"), (down.copies, "down"))
+            )
             raise SpecError(
-                f"experts: {up.copies or 'one'} up projection{'s' * (up.copies is not None)}, {down.copies or 'one'} "
-                "down: both are of every expert",
+                f"experts: {told}; both projections are of every expert",
                 hint="say how many there are, on the container around both (repeat or stacked) or on each (stacked)",
             )
         options.routing.check(experts)

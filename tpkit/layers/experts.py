@@ -72,8 +72,10 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, layer: DividedLayer, rank: int, experts: Sequence[ParallelLinear]) -> None:
         super().__init__()
-        numbers = layer.experts(rank) or range(0)
-        if len(numbers) != len(experts) or layer.spec.experts is None:
+        numbers = layer.experts(rank)
+        if numbers is None or layer.spec.experts is None:
+            raise UsageError(f"{layer.spec.path or 'the layer'} is not of experts")
+        if len(numbers) != len(experts):
             raise UsageError(f"{len(experts)} experts, rank {rank} holds {len(numbers)}")
         self.first, self.total, self.leads = numbers.start, layer.spec.experts.units, layer.leads(rank)
         self.in_divided = any(part.axis is not None and part.axis.divided for part in layer.spec.in_)
