@@ -54,6 +54,7 @@ class AttentionOptions(Options):
         softcap: scores become ``softcap * tanh(score / softcap)``.
         max_positions: more of them are refused: the model treats them in a way that is not computed here.
         clip: queries, keys and values are kept within -clip to clip.
+        clip_after: "norms": after norms over all heads, not before.
         output_gate: what a head gives is multiplied by the sigmoid of a gate beside its query.
     """
 
@@ -68,6 +69,7 @@ class AttentionOptions(Options):
     scale: float | None = None
     softcap: float | None = Field(default=None, gt=0)
     clip: float | None = Field(default=None, gt=0)
+    clip_after: Annotated[Literal["norms"] | None, Plain()] = None
     max_positions: int | None = Field(default=None, gt=0)
     output_gate: Literal["sigmoid"] | None = None
 
@@ -75,15 +77,17 @@ class AttentionOptions(Options):
 class Attention(ModuleType):
     """Grouped-query attention. Query heads and their kv heads are one axis, so they are never told apart.
 
-    The parts of qkv_proj are q, k and v; with an output gate q, gate, k and v. `sinks` is a number for each head.
+    The parts of qkv_proj are q, k and v; with an output gate q, gate, k and v. In style merged_column none is for v:
+    values are what it gives as keys, before these are normalised and turned. `sinks` is a number for each head.
     """
 
     Options = AttentionOptions
     roles = (
-        Role(name="qkv_proj", styles=("qkv",)),
+        Role(name="qkv_proj", styles=("qkv", "merged_column")),
         Role(name="o_proj", styles=("row",)),
         Role(name="q_norm", required=False),
         Role(name="k_norm", required=False),
+        Role(name="v_norm", required=False),
         Role(name="sinks", required=False),
     )
 
@@ -92,14 +96,15 @@ class Attention(ModuleType):
         heads = Axis(name="heads", units=options.heads, groups=options.kv_heads)
         q, gate = (Features(name=name, axis=heads, unit=options.head_dim) for name in ("q", "gate"))
         k, v = (replace(q, name=name, grouped=True) for name in ("k", "v"))
+        queries = (q,) if options.output_gate is None else (q, gate)
+        same = "qkv_proj" in children and children["qkv_proj"].style == "merged_column"
         return Declared(
             sides={
-                "qkv_proj": Sides(
-                    in_=hidden(hidden_size), out=(q, k, v) if options.output_gate is None else (q, gate, k, v)
-                ),
+                "qkv_proj": Sides(in_=hidden(hidden_size), out=(*queries, k) if same else (*queries, k, v)),
                 "o_proj": Sides(in_=(replace(q, name=""),), out=hidden(hidden_size)),
                 "q_norm": Sides(in_=(), out=(q,)),
                 "k_norm": Sides(in_=(), out=(k,)),
+                "v_norm": Sides(in_=(), out=(v,)),
                 "sinks": Sides(in_=(), out=(Features(name="", axis=heads),)),
             },
             widths={"head": options.head_dim},

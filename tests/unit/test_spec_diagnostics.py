@@ -106,7 +106,7 @@ CASES: list[tuple[str, str, list[str]]] = [
      [f"31:9: {ATTENTION}: the role 'o_proj' of module 'attention' is filled 2 times: o_proj, p_proj"]),
     ("q_norm: {norm: rms, over: head}", "query_norm: {norm: rms, over: head}",
      [f"35:9: {ATTENTION}.query_norm: module 'attention' has no role for 'query_norm' (did you mean 'q_norm'?); "
-      "its roles: qkv_proj, o_proj, q_norm, k_norm, sinks"]),
+      "its roles: qkv_proj, o_proj, q_norm, k_norm, v_norm, sinks"]),
     ("q_norm: {norm: rms, over: head}", "q_norm: {style: row}",
      [f"35:17: {ATTENTION}.q_norm: the role 'q_norm' of module 'attention' takes a norm or a parameter, not a projection"]),
     ("o_proj: {style: row}", "o_proj: {style: column}",

@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention"]
 
+#: roles of norms: of queries, keys and values
+NORMS = ("q_norm", "k_norm", "v_norm")
+
 
 class Attention(RoleModule):
     """Attention over this rank's heads. All local sizes come from the projection's own shard.
 
     Args:
         options: bound words of the description.
-        children: qkv_proj and o_proj, optionally q_norm, k_norm and sinks: role -> (name, module).
+        children: qkv_proj and o_proj, optionally q_norm, k_norm, v_norm and sinks: role -> (name, module).
         build: hands out the cache slot and the rotary embedding.
 
     Attributes:
         heads, kv_heads: of this rank; both 0 on a rank that got none.
+        gated: qkv_proj has a part for a gate after that for queries.
     """
 
     takes_context = True
@@ -45,9 +49,10 @@ class Attention(RoleModule):
         self.heads, *_, self.kv_heads = (size // options.head_dim for size in qkv.out_sizes)
         self.scale = options.head_dim**-0.5 if options.scale is None else options.scale
         self.window, self.chunk = options.window, options.chunk
-        self.softcap, self.clip = options.softcap, options.clip
+        self.softcap, self.clip, self.gated = options.softcap, options.clip, options.output_gate is not None
+        self.clip_after = options.clip_after
         self.temperature, self.max_positions = options.temperature, options.max_positions
-        self._norms = {role: self._place(role) for role in ("q_norm", "k_norm") if self.child(role) is not None}
+        self._norms = {role: self._place(role) for role in NORMS if self.child(role) is not None}
         self.slot = build.cache_slot(self.kv_heads, options.head_dim)
         # in a list, so that the layers' common embedding is not registered once under each of them
         self._rotary = [build.rotary(options.rope, options.head_dim)] if options.rope is not None else []
@@ -84,17 +89,17 @@ class Attention(RoleModule):
                 f"{context.past + context.length} tokens; beyond {self.max_positions} this model attends in a way "
                 "that is not supported"
             )
-        q, *gate, k, v = qkv(x).split(qkv.out_sizes, dim=-1)
-        if self.clip is not None:
-            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
-        q, k = self._normed("all heads", q, k)  # of all ranks: one without heads has its part in the sums too
+        q, *rest = qkv(x).split(qkv.out_sizes, dim=-1)
+        gate, k, v = rest[: self.gated], rest[self.gated], rest[-1]  # without a part for values they are the keys
+        q, k, v = self._clipped(None, q, k, v)
+        q, k, v = self._normed("all heads", q, k, v)  # of all ranks: one without heads has its part in the sums too
+        q, k, v = self._clipped("norms", q, k, v)
         if self.heads == 0:
             return out(q)  # type: ignore[no-any-return]
-        q, k, v = (self._by_head(part) for part in (q, k, v))
-        q, k = self._normed("head", q, k)
+        q, k, v = self._normed("head", *(self._by_head(part) for part in (q, k, v)))
         for rotary in self._rotary:
             q, k = rotary(q, context), rotary(k, context)
-        q, k = self._normed("turned head", q, k)
+        q, k, v = self._normed("turned head", q, k, v)
         if self.temperature is not None:
             q = q * self._temperature(context, q.dtype)
         if context.cache is not None:
@@ -109,12 +114,21 @@ class Attention(RoleModule):
         norm = self.child(role)
         if not isinstance(norm, Norm):
             raise SpecError(f"attention: its {role} is a norm, not a {type(norm).__name__}")
+        if role == "v_norm" and norm.after is not None:
+            raise SpecError(f"attention: its {role} is after {norm.after}, but values are not turned")
         return "all heads" if norm.over != "head" else "head" if norm.after is None else "turned head"
 
-    def _normed(self, place: str, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalises queries and keys by those of their norms that belong in this place."""
-        q_norm, k_norm = (self.child(role) if self._norms.get(role) == place else None for role in ("q_norm", "k_norm"))
-        return q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
+    def _normed(self, place: str, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Normalises queries, keys and values by those of their norms that belong in this place."""
+        norms = [self.child(role) if self._norms.get(role) == place else None for role in NORMS]
+        return [part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)]
+
+    def _clipped(self, after: str | None, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keeps queries, keys and values within the clip, where this is the place for it."""
+        if self.clip is None or after != self.clip_after:
+            return parts
+        limit = self.clip
+        return tuple(part.clamp(-limit, limit) for part in parts)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         apart: torch.Tensor = x.unflatten(-1, (-1, self.head_dim))

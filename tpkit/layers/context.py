@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from tpkit.errors import UsageError
+from tpkit.errors import SpecError, UsageError
 
 __all__ = ["ForwardContext", "KVCache"]
 
@@ -97,6 +97,7 @@ class ForwardContext:
         self.last_only = last_only
         self.positions = torch.arange(self.past, self.past + length, device=device)
         self._made: dict[Hashable, object] = {}
+        self._left: dict[str, Any] = {}
         self._entered: set[tuple[str, int]] = set()
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -150,6 +151,33 @@ class ForwardContext:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]  # type: ignore[return-value]
+
+    def leave(self, name: str, value: object) -> None:
+        """Leaves a value for modules that come later in this pass, beside the hidden state that one hands to the next.
+
+        Args:
+            name: what those ask for; a plugin's own, so that no other one has it.
+            value: alike on every rank, unless those that read it know better.
+
+        Raises:
+            SpecError: if another module has left one under this name.
+        """
+        if name in self._left:
+            raise SpecError(f"two modules of one pass leave {name}; those after them could not tell which is meant")
+        self._left[name] = value
+
+    def left(self, name: str) -> Any:
+        """Returns what a module before left in this pass.
+
+        Raises:
+            SpecError: if none did.
+        """
+        if name not in self._left:
+            raise SpecError(
+                f"a module needs {name}, which none before it leaves in this pass",
+                hint="write the module that leaves it before the one that needs it",
+            )
+        return self._left[name]
 
     def mask(self, window: int | None, chunk: int | None = None) -> tuple[torch.Tensor | None, bool]:
         """Returns ``(mask, is_causal)`` for scaled dot product attention.

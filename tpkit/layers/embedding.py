@@ -9,9 +9,10 @@ import torch
 from tpkit.distributed.group import TensorParallel
 from tpkit.dtypes import torch_dtype
 from tpkit.errors import UsageError
+from tpkit.layers.alone import Setting, sharded_alone
 from tpkit.layers.context import ForwardContext
 from tpkit.layers.parallel import ParallelLinear
-from tpkit.layers.sharded import Setting, Sharded, ShardedModule, sharded_alone
+from tpkit.layers.sharded import Sharded, ShardedModule
 from tpkit.layout import fused
 from tpkit.partition import Axis, Features, Side, side_size
 

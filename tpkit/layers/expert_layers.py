@@ -15,20 +15,20 @@ import torch
 
 from tpkit.errors import UsageError
 from tpkit.forms import of_experts
+from tpkit.layers.alone import Setting, sharded_alone
 from tpkit.layers.experts import ExpertLinear
 from tpkit.layers.parallel import ParallelLinear
-from tpkit.layers.sharded import Setting, sharded_alone
 from tpkit.layout import Source, apart, fused
 from tpkit.partition import Axis, Features, Side
 from tpkit.quant import Unquantized
 
-__all__ = ["ColumnParallelExperts", "MergedColumnParallelExperts", "RowParallelExperts"]
+__all__ = ["ColumnParallelExperts", "MergedColumnParallelExperts", "ParallelExperts", "RowParallelExperts"]
 
 #: what the names of its tensors begin with in a model, where it has no other prefix; `load` takes them without
 PREFIX = "experts"
 
 
-class _Alone(ExpertLinear):
+class ParallelExperts(ExpertLinear):
     """A projection of experts that is made without a description.
 
     Args:
@@ -80,7 +80,7 @@ def _width(name: str, size: int, how: Setting) -> Features:
     return Features(name=name, axis=Axis(name="expert ffn", units=size, over="group", divided=not how.disable_tp))
 
 
-class ColumnParallelExperts(_Alone):
+class ColumnParallelExperts(ParallelExperts):
     """Column projections, one for each expert: the ranks of a group divide their output features.
 
     Args:
@@ -99,7 +99,7 @@ class ColumnParallelExperts(_Alone):
         super().__init__(how, out, in_, (fused(f"{how.prefix}.{name}", out),), num_experts, ep)
 
 
-class MergedColumnParallelExperts(_Alone):
+class MergedColumnParallelExperts(ParallelExperts):
     """Several column projections of one input as one, for each expert. The output is ``[part, part, ...]``.
 
     Args:
@@ -135,7 +135,7 @@ class MergedColumnParallelExperts(_Alone):
         super().__init__(how, out, in_, forms, num_experts, ep)
 
 
-class RowParallelExperts(_Alone):
+class RowParallelExperts(ParallelExperts):
     """Row projections, one for each expert: the ranks of a group divide their input features.
 
     What it gives is this rank's summand: experts are added up before the ranks are. With a bias, the ranks that do not

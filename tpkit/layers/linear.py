@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpkit.errors import UsageError
+from tpkit.layers.alone import Setting, sharded_alone
 from tpkit.layers.parallel import ParallelLinear
-from tpkit.layers.sharded import Setting, sharded_alone
 from tpkit.layout import apart, fused
 from tpkit.partition import Axis, Features
 

@@ -10,7 +10,8 @@ from tpkit.distributed.group import TensorParallel
 from tpkit.division import divide_layers
 from tpkit.dtypes import dtype_name
 from tpkit.errors import UsageError
-from tpkit.layers.sharded import Setting, Sharded, ShardedModule
+from tpkit.layers.alone import Setting
+from tpkit.layers.sharded import Sharded, ShardedModule
 from tpkit.layout import LayerSpec, fused
 from tpkit.params import Out, ParamSpec
 from tpkit.partition import Features, side_size

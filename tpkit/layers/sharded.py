@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from tpkit.distributed.group import TensorParallel
-from tpkit.division import DividedLayer, divide_layers
-from tpkit.dtypes import dtype_name, torch_dtype
+from tpkit.division import DividedLayer
+from tpkit.dtypes import torch_dtype
 from tpkit.errors import PluginError
 from tpkit.geometry import Shares, cuts_are_whole, local_elements
 from tpkit.kernels import kernel_of
-from tpkit.layout import LayerSpec, Run, Source
+from tpkit.layout import Run, Source
 from tpkit.params import Dim, LinearSpec
-from tpkit.partition import Axis, Side, side_size
-from tpkit.quant import QuantMethod, Unquantized
-from tpkit.registry import Registry
+from tpkit.partition import Side, side_size
+from tpkit.quant import QuantMethod
 
 #: attributes that layers of some kind set after their parameters are named; a quant method cannot have them either
 RESERVED = frozenset(
@@ -26,7 +25,7 @@ RESERVED = frozenset(
      "output_softcap", "parts", "reduce_results", "scale_rounded", "skip_bias_add")
 )  # fmt: skip
 
-__all__ = ["Setting", "Sharded", "ShardedModule", "sharded_alone"]
+__all__ = ["Sharded", "ShardedModule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,74 +49,6 @@ class Sharded:
     dtype: str = "float32"
     linear: LinearSpec | None = None
     lazy: bool = False
-
-
-@dataclass(kw_only=True)
-class Setting:
-    """How a layer that stands alone is set up; the public constructors take these as keyword arguments.
-
-    Attributes:
-        bias: it has a bias.
-        dtype: of its parameters; None: torch's default.
-        device: of its parameters.
-        quant: a quant method, or the name of an installed one; None: unquantised.
-        tp, tp_rank, tp_size: see `TensorParallel.of`.
-        disable_tp: every rank holds and computes all of it.
-        prefix: its path, for messages.
-    """
-
-    bias: bool = True
-    dtype: torch.dtype | None = None
-    device: torch.device | str | None = None
-    quant: QuantMethod | str | None = None
-    tp: object = None
-    tp_rank: int | None = None
-    tp_size: int | None = None
-    disable_tp: bool = False
-    prefix: str = ""
-    place: TensorParallel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.place = TensorParallel.of(self.tp, self.tp_rank, self.tp_size)
-
-    def method(self) -> QuantMethod:
-        """Returns the quant method's instance."""
-        if isinstance(self.quant, str):
-            loaded: QuantMethod = Registry.default().load("quant method", self.quant)()
-            return loaded
-        return self.quant or Unquantized()
-
-
-def sharded_alone(
-    setting: Setting,
-    out: Side,
-    in_: Side,
-    forms: tuple[tuple[Source, ...], ...],
-    *,
-    embedding: bool = False,
-    experts: Axis | None = None,
-    ep: int = 1,
-) -> Sharded:
-    """Returns the shard of a layer that is made without a description; `ep` groups of ranks share its experts."""
-    method = setting.method()
-    linear = LinearSpec(
-        name=setting.prefix,
-        in_features=side_size(in_),
-        segments=tuple((part.name, part.size) for part in out),
-        dtype=dtype_name(setting.dtype or torch.get_default_dtype()),
-        embedding=embedding,
-    )
-    params = method.parameters(linear, setting.bias)
-    spec = LayerSpec(path=setting.prefix, out=out, in_=in_, forms=forms, params=params, experts=experts)
-    (layer,) = divide_layers([(spec, forms[0])], setting.place.size, ep=ep)
-    return Sharded(
-        layer=layer,
-        rank=setting.place.rank,
-        method=method,
-        device=setting.device,
-        dtype=linear.dtype,
-        linear=linear,
-    )
 
 
 class ShardedModule(nn.Module):

@@ -181,6 +181,9 @@ class Declarations(Mapping[str, Type]):
             self._need_default(default, mark, path)
         type_ = _type_of_pattern(pattern) if pattern else type_
         key = str(to_python(per_layer)) if per_layer is not None else None
+        if key is not None and "*" in key and key.rpartition(".*.")[2] not in self._raw:
+            others = "layers that it does not list have the field of that name, which is not declared"
+            self._problems.add(mark, f"{path}.per_layer", f"{key}: {others}")
         return Field(name=name, mark=mark, keys=keys, default=default, per_layer=key, pattern=pattern, type=type_)
 
     def _need_default(self, default: Slot | None, mark: Mark, path: str) -> None:

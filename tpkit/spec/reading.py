@@ -88,8 +88,13 @@ class ConfigReader:
         return value
 
     def read_layers(self, field: Field, layers: int | None) -> list[Any] | None:
-        """Returns config.json's list with an entry per layer, if it has one."""
+        """Returns config.json's list with an entry per layer, if it has one.
+
+        With a ``*`` in the key it is a mapping by the layer's number, and an entry may be `MISSING`.
+        """
         key = field.per_layer
+        if key is not None and "*" in key:
+            return self._by_number(key, layers)
         value = self._at(key) if key else MISSING
         if key is None or value is MISSING or value is None:
             return None
@@ -107,6 +112,19 @@ class ConfigReader:
             elif words is None and field.type.kind not in ("any", type_of(entry).kind):
                 self._note(self.place(f"{key}[{index}]"), f"{field.type} is needed, not {shown(entry)}")
         return value
+
+    def _by_number(self, key: str, layers: int | None) -> list[Any] | None:
+        above, _, below = key.partition(".*.")
+        found = self._at(above)
+        if found is MISSING or found is None or layers is None:
+            return None
+        if not isinstance(found, Mapping) or not all(isinstance(entry, Mapping) for entry in found.values()):
+            self._note(self.place(above), f"a mapping from layers to their fields is needed, not {shown(found)}")
+            return None
+        for number in found:
+            if number not in map(str, range(layers)):
+                self._note(self.place(above), f"{shown(number)} is no number of one of {layers} layers")
+        return [found.get(str(layer), {}).get(below, MISSING) for layer in range(layers)]
 
     def _at(self, key: str) -> Any:
         found: Any = self.config

@@ -77,7 +77,8 @@ class Values:
         """Returns where a name's value comes from, for messages."""
         field = self._declarations.fields[name]
         if self._lists.get(name) is not None:
-            return self._reader.place(f"{field.per_layer}[{self.layer}]")
+            key = field.per_layer or ""
+            return self._reader.place(key.replace("*", str(self.layer)) if "*" in key else f"{key}[{self.layer}]")
         return self._reader.origin(field)
 
     def _plain_value(self, field: Field) -> Any:
@@ -89,7 +90,9 @@ class Values:
             return self._reader.read(field)
         entries = self._lists.get(field.name)
         if entries is not None and self.layer is not None:
-            return entries[self.layer] if self.layer < len(entries) else None
+            entry = entries[self.layer] if self.layer < len(entries) else None
+            # by number only layers that differ are listed; the others have the field of that name
+            return self.value(str(field.per_layer).rpartition(".")[2]) if entry is MISSING else entry
         if field.pattern is None:
             return self._default(field)
         every = field.pattern.every.value(self)

@@ -47,7 +47,6 @@ _TELLING: dict[str, Callable[[Any], bool]] = {
     "num_local_experts": _set,
     "parallel_attn": _set,
     "partial_rotary_factor": _not_one,
-    "per_layer_config": bool,
     "qk_layernorm": _set,
     "qkv_bias": _set,
     "query_pre_attn_scalar": _set,
@@ -84,7 +83,20 @@ def unread_fields(config: Mapping[str, Any], keys: Iterable[str]) -> list[tuple[
     for name, tells in _TELLING.items():
         unread = [key for key in (name, *_NESTED.get(name, ())) if key not in read]
         found.extend((key, value) for key in unread if (value := _at(config, key)) is not None and tells(value))
-    return found
+    return [*found, *_unread_of_layers(config, read)]
+
+
+def _unread_of_layers(config: Mapping[str, Any], read: set[str]) -> list[tuple[str, Any]]:
+    """Returns what ``per_layer_config`` says of layers, and a description does not read: each field's first layer."""
+    layers = config.get("per_layer_config")
+    if not isinstance(layers, Mapping) or not all(isinstance(fields, Mapping) for fields in layers.values()):
+        return [("per_layer_config", layers)] if layers else []
+    found: dict[str, tuple[str, Any]] = {}
+    for number, fields in layers.items():
+        for name, value in fields.items():
+            if f"per_layer_config.*.{name}" not in read:
+                found.setdefault(name, (f"per_layer_config.{number}.{name}", value))
+    return list(found.values())
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
