@@ -7,6 +7,7 @@ Errors about values a caller passed are also ``ValueError``, so that plain Pytho
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
@@ -25,6 +26,8 @@ __all__ = [
 
 #: findings that are printed under one heading; the rest is counted
 SHOWN = 20
+#: names beyond which only likely ones are compared with a misspelt one
+MANY = 1000
 
 
 class TpkitError(Exception):
@@ -116,5 +119,19 @@ def _folded(lines: Iterable[str]) -> list[str]:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` for the closest known word, or an empty string."""
-    close = get_close_matches(word, sorted(set(known)), n=1, cutoff=0.6)
+    close = get_close_matches(word, _likely(word, sorted(set(known))), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _likely(word: str, known: list[str]) -> list[str]:
+    """Returns those of very many names that begin or end like a word: comparing it with each would take minutes."""
+    if len(known) <= MANY:
+        return known
+    at, parts = bisect_left(known, word), word.split(".")
+    likely = dict.fromkeys(known[max(0, at - MANY // 4) : at + MANY // 4])
+    for first in range(1, len(parts)):
+        alike = [name for name in known if name.endswith("." + ".".join(parts[first:]))]
+        if alike:
+            likely |= dict.fromkeys(alike[: MANY // 2])
+            break
+    return sorted(likely)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORMATS", "Format", "encode_all"]
+__all__ = ["FORMATS", "Format", "encode_all", "mxfp4"]
 
 Tensors = dict[str, torch.Tensor]
 #: stored tensors of one linear, and its decoded weight ``[out, in]`` float32
@@ -100,6 +100,15 @@ def nvfp4(out: int, in_: int) -> Encoded:
     return {"weight": packed, "weight_scale": scale, "weight_scale_2": top}, values * _blocks(
         scale.float(), out, in_, 1, 16
     ) * top
+
+
+def mxfp4(out: int, in_: int) -> Encoded:
+    """32 inputs in a block of 16 bytes, the even one in the low half; scales are powers of two above 2 ** -127."""
+    codes, exponents = torch.randint(0, 16, (out, in_)), torch.randint(121, 126, (out, in_ // 32))
+    values = FP4[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+    packed = (codes[:, ::2] + (codes[:, 1::2] << 4)).to(torch.uint8).view(out, in_ // 32, 16)
+    scale = torch.exp2(exponents.float() - 127)
+    return {"blocks": packed, "scales": exponents.to(torch.uint8)}, values * _blocks(scale, out, in_, 1, 32)
 
 
 def nf4(out: int, in_: int) -> Encoded:

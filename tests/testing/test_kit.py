@@ -12,7 +12,7 @@ import torch
 
 from tpkit.quant import Flat, In, Kernel, LinearSpec, Out, ParamSpec, QuantMethod, Unquantized
 from tpkit.quant.codes import unpack
-from tpkit.testing import REASONS, Finding, QuantConformance, check
+from tpkit.testing import REASONS, Finding, QuantConformance, check, computing
 from tpkit.testing.broken import (
     BROKEN,
     SOUND,
@@ -37,6 +37,14 @@ def test_sound_methods_are_accepted(conformance: type[QuantConformance]) -> None
 def test_broken_methods_are_refused_for_their_reason(conformance: type[QuantConformance]) -> None:
     found = check(conformance)
     assert {finding.reason for finding in found} == {BROKEN[conformance]}, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("name", ["FirstScale", "FromTheFirstBlock", "KeepsNeighbours", "KeepsScalesItself"])
+def test_a_layer_of_experts_alone_shows_faults_of_cuts_and_of_what_is_shared(name: str) -> None:
+    conformance = next(test for test in BROKEN if test.__name__ == f"{name}Test")
+    with pytest.raises(Finding, match="3 experts") as found:
+        computing.experts(conformance.subject())
+    assert found.value.reason == BROKEN[conformance]
 
 
 def test_ten_faults_at_least_are_known() -> None:

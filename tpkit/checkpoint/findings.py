@@ -65,6 +65,13 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     """Returns what is said of a tensor that is not there; with `near`, also what is there instead."""
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
+    beside = f"; beside it: {listed(seen)}" if seen else _nearest(tensor, spec, checkpoint) if near else ""
+    goal = f"{spec.path}.{last}" if spec.path else tensor
+    return f"{tensor}{'' if goal == tensor else f' (for {goal})'}{beside}"
+
+
+def _nearest(tensor: str, spec: LayerSpec, checkpoint: Checkpoint) -> str:
+    """Returns a hint at a name like that of a missing tensor, among those that are no other part's of its layer."""
     own = {
         source.tensor(on_disk, expert=expert)
         for form in spec.forms
@@ -72,10 +79,7 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
         for expert in spec.numbers(source)
         for _, on_disk, _ in spec.stored
     }
-    strangers = [name for name in checkpoint.tensors if name not in own]
-    beside = f"; beside it: {listed(seen)}" if seen else did_you_mean(tensor, strangers) if near else ""
-    goal = f"{spec.path}.{last}" if spec.path else tensor
-    return f"{tensor}{'' if goal == tensor else f' (for {goal})'}{beside}"
+    return did_you_mean(tensor, [name for name in checkpoint.tensors if name not in own])
 
 
 def check_header(

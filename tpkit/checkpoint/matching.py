@@ -39,6 +39,9 @@ def match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fin
                     _absent(plan, layer, name, param, tensor, expert, findings)
                     continue
                 used.add(tensor)
+                if param.is_blob and source.stacked:
+                    findings.add("stacked", f"{tensor}: it may be of any length, so nothing says which part is whose")
+                    continue
                 if param.is_blob:
                     path = spec.path if expert is None else f"{spec.path}.{expert}"
                     plan.blobs.setdefault(path, []).extend((name, segment, tensor) for segment, _ in source.views)

@@ -19,10 +19,8 @@ from tpkit.layout import Run, Source
 from tpkit.params import ParamSpec, Segment
 
 if TYPE_CHECKING:
-    from tpkit.layers.expert_layers import ColumnParallelExperts, MergedColumnParallelExperts, RowParallelExperts
+    from tpkit.layers.expert_layers import ParallelExperts
     from tpkit.layers.sharded import Sharded, ShardedModule
-
-    Experts = ColumnParallelExperts | MergedColumnParallelExperts | RowParallelExperts
 
 __all__ = ["load_experts", "load_layer"]
 
@@ -63,7 +61,7 @@ def load_layer(module: ShardedModule, tensors: Mapping[str, torch.Tensor], *, pi
     load_model(plan, rank, {path: module}, reader=_TensorReader(tensors))
 
 
-def load_experts(module: Experts, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_experts(module: ParallelExperts, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fills a rank's experts from tensors of all of them; see `load` of the layer."""
     sharded, checkpoint = module.sharded, _in_memory(tensors)
     spec, above = sharded.layer.spec, f"{sharded.layer.spec.path}."

@@ -97,15 +97,7 @@ class Target:
         """Returns experts to compare: all where the pattern speaks of their numbers, else some, or none."""
         around = self.name.split(".")
         before = around[around.index(EXPERT) - 1] if EXPERT in around[1:] else ""
-        if not before:
-            return ()
-        own = pattern.rpartition(before)[2] if before in pattern else ""
-        if re.search(r"[\d\[?(|{]", own) or pattern[:1].isdigit() or (dialect == "substring" and own == ""):
-            return range(1, experts) if re.search(r"[\d\[?]", pattern) else ()
-        if pattern.startswith("re:") and re.search(r"\d", pattern):
-            return range(1, experts)  # a number in an expression may be an expert's, whatever stands before it
-        wild = pattern.startswith("re:") or any(char in pattern for char in "*?[")
-        return [e for e in (1, 2, 9, 10, 99, 100, experts - 1) if 0 < e < experts] if wild else ()
+        return _speaks_of(before, pattern, dialect, experts) if before else ()
 
     def _means_this(self, pattern: str, dialect: Dialect) -> bool:
         if _fits(pattern, self.name, dialect):
@@ -153,3 +145,15 @@ def _run(wanted: list[str]) -> Callable[[str], bool]:
         )
 
     return has_run
+
+
+@lru_cache(maxsize=8192)
+def _speaks_of(before: str, pattern: str, dialect: Dialect, experts: int) -> Sequence[int]:
+    """Returns the experts to compare with the first one: all where a pattern speaks of numbers after `before`."""
+    own = pattern.rpartition(before)[2] if before in pattern else ""
+    if re.search(r"[\d\[?(|{]", own) or pattern[:1].isdigit() or (dialect == "substring" and own == ""):
+        return range(1, experts) if re.search(r"[\d\[?]", pattern) else ()
+    if pattern.startswith("re:") and re.search(r"\d", pattern):
+        return range(1, experts)  # a number in an expression may be an expert's, whatever stands before it
+    wild = pattern.startswith("re:") or any(char in pattern for char in "*?[")
+    return [e for e in (1, 2, 9, 10, 99, 100, experts - 1) if 0 < e < experts] if wild else ()

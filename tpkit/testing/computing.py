@@ -10,6 +10,7 @@ import torch
 from tpkit.layers.sharded import ShardedModule
 from tpkit.quant import Target
 from tpkit.testing.finding import Finding, guarded
+from tpkit.testing.several import require_experts
 from tpkit.testing.shards import RANKS, difference, inputs, loaded, own_reference, require, require_sound
 from tpkit.testing.subject import PRECISION, Subject
 
@@ -123,8 +124,9 @@ def embedding(subject: Subject) -> None:
 
 
 def experts(subject: Subject) -> None:
-    """The place for expert layers: stacked and one by one, divided by expert and by width."""
-    raise SkipTest("tpkit has no expert layers yet")
+    """Several experts, each under its number and stacked, divided by expert and by width."""
+    require_sound(subject)
+    require_experts(subject)
 
 
 def uses_bias(subject: Subject) -> None:

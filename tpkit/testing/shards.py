@@ -14,7 +14,18 @@ from tpkit.quant import QuantMethod
 from tpkit.testing.finding import Finding, is_raw, told
 from tpkit.testing.subject import Style, Subject
 
-__all__ = ["RANKS", "Outcome", "difference", "inputs", "loaded", "own_reference", "require", "require_sound"]
+__all__ = [
+    "RANKS",
+    "Outcome",
+    "difference",
+    "examined",
+    "inputs",
+    "loaded",
+    "own_reference",
+    "require",
+    "require_right",
+    "require_sound",
+]
 
 #: numbers of ranks to try
 RANKS = (1, 2, 3, 4, 5)
@@ -101,22 +112,41 @@ def _cut_parameters(layer: ShardedModule) -> tuple[frozenset[str], frozenset[str
 
 def _examine(subject: Subject, method: QuantMethod, style: Style, rank: int, size: int) -> Outcome:
     """Loads and computes one shard."""
-    layer, raised = None, None
-    trim: frozenset[str] = frozenset()
-    expand = trim
+    layer = None
     try:
         layer = style.build(method, rank, size)
         layer.load(subject.tensors(style))
-        trim, expand = _cut_parameters(layer)
-        fault, segments, got = _wrong(subject, method, layer, own_reference(layer, subject.references(style)))
     except Finding:
         raise
     except Exception as error:
-        if layer is not None:
-            trim, expand = _cut_parameters(layer)
+        trim, expand = (frozenset(), frozenset()) if layer is None else _cut_parameters(layer)
+        return Outcome(style=style, size=size, rank=rank, fault=told(error), raised=error, trim=trim, expand=expand)
+    return examined(subject, method, style, layer, own_reference(layer, subject.references(style)))
+
+
+def examined(
+    subject: Subject, method: QuantMethod, style: Style, layer: ShardedModule, wanted: torch.Tensor
+) -> Outcome:
+    """Computes a filled shard and compares it with the weight ``[out, in]`` that it should have."""
+    trim, expand = _cut_parameters(layer)
+    raised: Exception | None = None
+    try:
+        fault, segments, got = _wrong(subject, method, layer, wanted)
+    except Finding:
+        raise
+    except Exception as error:
         fault, segments, got, raised = told(error), (), None, error
-    cut = {"trim": trim, "expand": expand}
-    return Outcome(style=style, size=size, rank=rank, fault=fault, raised=raised, segments=segments, got=got, **cut)
+    return Outcome(
+        style=style,
+        size=layer.tp.size,
+        rank=layer.sharded.rank,
+        trim=trim,
+        expand=expand,
+        fault=fault,
+        raised=raised,
+        segments=segments,
+        got=got,
+    )
 
 
 def _wrong(
@@ -182,6 +212,16 @@ def require(subject: Subject, styles: Iterable[Style], ranks: Iterable[int] = RA
         for size in ranks
         for rank in range(size)
     ]
+    require_right(subject, outcomes)
+
+
+def require_right(subject: Subject, outcomes: Iterable[Outcome]) -> None:
+    """Requires that no shard came out wrong.
+
+    Raises:
+        Finding: with the likeliest reason.
+    """
+    outcomes = list(outcomes)
     failed = [outcome for outcome in outcomes if outcome.fault]
     if failed:
         raise _diagnosis(subject, failed, [outcome for outcome in outcomes if not outcome.fault])

@@ -175,6 +175,8 @@ def test_modules() -> None:
     assert listed.for_module(target("model.layers.0.mlp.up_proj")) is None
     assert listed.for_module(target("model.layers.1.mlp.up_proj", "linear", "weight")) is listed  # it is said
     assert listed.for_module(target("lm_head", "head")) is None
+    plain = Header(dtype="float16", shape=(4, 32))  # stored so, whatever the list calls it
+    assert listed.for_module(Target(name="model.layers.1.block_sparse_moe.gate", stored={"weight": plain})) is None
     parts = method(**{**AUTOAWQ, "modules_to_not_convert": ["gate"]})
     assert parts.for_module(target("model.layers.0.block_sparse_moe.gate")) is None
     unsaid = method(**AUTOAWQ)

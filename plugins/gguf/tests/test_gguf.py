@@ -308,14 +308,14 @@ def test_names_types_and_places(tmp_path: Path) -> None:
     checkpoint = opened(
         tmp_path,
         container(
-            model(), [*TENSORS, ("blk.0.ffn_up.weight", (64, 32), 2, block), plain("blk.0.ffn_up_exps.weight", 2)]
+            model(), [*TENSORS, ("blk.0.ffn_up.weight", (64, 32), 2, block), plain("blk.0.attn_rot_embd.weight", 2)]
         ),
     )
     up = checkpoint.tensors["model.layers.0.mlp.up_proj.weight"]
     assert (up.dtype, up.shape, up.encoding, up.nbytes) == ("uint8", (64, 18), "Q4_0", 64 * 18)
     embedding = checkpoint.tensors["model.embed_tokens.weight"]
     assert (embedding.dtype, embedding.shape, embedding.encoding) == ("float32", (7, 32), "")
-    assert "blk.0.ffn_up_exps.weight" in checkpoint.tensors
+    assert "blk.0.attn_rot_embd.weight" in checkpoint.tensors
     assert checkpoint.quantization == {"quant_method": "gguf"}
     assert torch.equal(stored(checkpoint, "model.embed_tokens.weight"), torch.arange(7.0 * 32).view(7, 32))
     checkpoint.check_unchanged()
@@ -542,7 +542,7 @@ def test_metadata_becomes_config(keys: dict[str, Any], wanted: dict[str, Any], t
 @pytest.mark.parametrize(
     ("arch", "keys", "message"),
     [
-        ("gemma2", {}, "architecture 'gemma2' is not known; known: llama, qwen2, qwen3"),
+        ("gemma2", {}, "architecture 'gemma2' is not known; known: llama, qwen2, qwen3, qwen2moe, qwen3moe, olmoe"),
         ("llama", {"block_count": None}, "llama.block_count is None"),
         ("llama", {"block_count": "two"}, "llama.block_count is 'two'"),
         ("llama", {"feed_forward_length": [64, 32]}, "differs from layer to layer"),

@@ -29,6 +29,8 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 #: a word of eight 8s as int32: the zero points where none are stored
 EIGHTS = float(0x88888888 - (1 << 32))
+#: what an unquantised weight is stored in
+FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 #: what quantisers note of how they found the weights or ran a model; the weights do not depend on it any more
 NOTES = frozenset({
@@ -101,9 +103,13 @@ class Awq(QuantMethod):
         skipped = self.options.modules_to_not_convert
         if target.kind == "embedding" or (target.kind == "head" and not self.options.lm_head):
             return None
+        weight = target.stored.get("weight") if "qweight" not in target.stored else None
         if not skipped:  # not said: the checkpoint knows
-            return None if "weight" in target.stored and "qweight" not in target.stored else self
-        return None if target.matches(skipped, "substring") else self
+            return None if weight is not None else self
+        if target.matches(skipped, "substring"):
+            return None
+        # a list may call routers by other names than the checkpoint does
+        return None if weight is not None and weight.dtype in FLOATS else self
 
     def label(self) -> str:
         return "4 bit all inputs" if self.options.group_size == -1 else f"4 bit g{self.options.group_size}"

@@ -102,10 +102,11 @@ def config_of(
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
     if fields.arch != "qwen2":  # whose biases are not a matter of config.json
-        config["attention_bias"] = any("self_attn." in name and name.endswith("_proj.bias") for name in shapes)
+        biased = any("self_attn." in name and name.endswith("_proj.bias") for name in shapes)
+        config["qkv_bias" if fields.arch == "qwen2moe" else "attention_bias"] = biased
     if fields.arch == "llama":
         config["mlp_bias"] = any(".mlp." in name and name.endswith("_proj.bias") for name in shapes)
-    config |= _variants(fields)
+    config |= _variants(fields) | _experts(fields)
     fields.check_all_read()
     return config | _tokens(fields.metadata)
 
@@ -133,14 +134,42 @@ def _variants(fields: Fields) -> dict[str, Any]:
                 f"{fields.file}: {fields.arch}.attention.sliding_window is {window}; GGUF does not say of which layers"
             )
         changed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    if fields.get("expert_count"):
+    if fields.arch == "llama" and fields.get("expert_count"):
         changed |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         changed["num_local_experts"] = fields.count("expert_count")
-        changed["num_experts_per_tok"] = fields.count("expert_used_count")
-    fields.get("expert_used_count")
     if fields.get("attention.causal") is False:
         raise CheckpointError(f"{fields.file}: {fields.arch}.attention.causal is false; only causal attention is known")
     return changed
+
+
+def _experts(fields: Fields) -> dict[str, Any]:
+    """Returns how many experts there are, how wide, and how their weights are made.
+
+    What the file does not say is as llama.cpp does it: weights of a softmax, which are divided by their sum or not.
+    """
+    arch, renormalised = fields.arch, {"llama": True, "qwen2moe": False, "qwen3moe": True, "olmoe": False}
+    if not fields.get("expert_count"):
+        fields.get("expert_used_count")
+        if ARCHITECTURES[arch][0] not in ("llama", "qwen2", "qwen3"):
+            raise CheckpointError(f"{fields.file}: {arch}.expert_count is missing; a {arch} has experts")
+        return {}
+    norm, scale = fields.get("expert_weights_norm"), fields.get("expert_weights_scale")
+    norm = renormalised.get(arch) if norm is None else norm
+    if fields.get("expert_gating_func") not in (None, 1) or scale not in (None, 0, 1) or (arch == "llama" and not norm):
+        raise CheckpointError(
+            f"{fields.file}: experts weighed otherwise than by a softmax are not supported: {arch}.expert_gating_func "
+            f"{fields.get('expert_gating_func')}, expert_weights_scale {scale}, expert_weights_norm {norm}"
+        )
+    used, width = fields.count("expert_used_count"), fields.count("feed_forward_length")
+    found: dict[str, Any] = {"num_experts_per_tok": used}
+    if arch != "llama":
+        found |= {"num_experts": fields.count("expert_count"), "norm_topk_prob": bool(norm)}
+    if arch in ("qwen2moe", "qwen3moe"):
+        found["moe_intermediate_size"] = fields.count("expert_feed_forward_length", width // used)
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if arch == "qwen2moe":
+        found["shared_expert_intermediate_size"] = fields.count("expert_shared_feed_forward_length", width)
+    return found
 
 
 def _scaling(fields: Fields, frequencies: Sequence[float] | None, theta: float, head_dim: int) -> dict[str, Any] | None:

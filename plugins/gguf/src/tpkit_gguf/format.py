@@ -52,7 +52,7 @@ class GgufFormat:
         _check_split(files, parts)
         metadata = parts[0].metadata
         fields = Fields(file=files[0], arch=_architecture(files[0], metadata), metadata=metadata)
-        placed = _named(files, parts)
+        placed = _named(files, parts, fields.arch)
         frequencies = placed.pop(_FREQUENCIES, None)
         shapes = {name: info.shape for name, (_, info) in placed.items()}
         config = config_of(fields, shapes, None if frequencies is None else _floats(*frequencies))
@@ -119,11 +119,11 @@ def _architecture(file: Path, metadata: dict[str, Any]) -> str:
     return arch
 
 
-def _named(files: list[Path], parts: list[Contents]) -> dict[str, tuple[Path, Info]]:
+def _named(files: list[Path], parts: list[Contents], arch: str) -> dict[str, tuple[Path, Info]]:
     placed: dict[str, tuple[Path, Info]] = {}
     for file, part in zip(files, parts, strict=True):
         for own, info in part.tensors.items():
-            name = hf_name(own)
+            name = hf_name(own, arch)
             if name in placed:
                 raise CheckpointError(f"{name} is stored twice: in {placed[name][0].name} and as {own} in {file.name}")
             placed[name] = (file, info)

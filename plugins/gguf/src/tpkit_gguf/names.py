@@ -17,6 +17,9 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
@@ -31,19 +34,43 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+#: in a llama, which has experts if it is a Mixtral
+_OF_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)")
 
 
-def hf_name(name: str) -> str:
-    """Returns the Hugging Face name of a tensor; one that is not known keeps its own, so that loading reports it."""
+def hf_name(name: str, arch: str = "") -> str:
+    """Returns the Hugging Face name of a tensor; one that is not known keeps its own, so that loading reports it.
+
+    Args:
+        name: as the file has it. Experts lie in one tensor; before 2024 each had its own (``ffn_gate.7``).
+        arch: the file's architecture.
+    """
     found = _NAME.fullmatch(name)
     if found is None:
         return name
-    block, part, kind = found.groups()
-    module = _OUTSIDE.get(part) if block is None else _IN_BLOCK.get(part)
-    if module is None:
+    block, part, expert, kind = found.groups()
+    inside = _IN_BLOCK | _OF_MIXTRAL if arch == "llama" else _IN_BLOCK
+    module = _OUTSIDE.get(part) if block is None else inside.get(part if expert is None else f"{part}_exps")
+    if module is None or (expert is not None and block is None):
         return name
+    if expert is not None:
+        above, _, last = module.rpartition(".")
+        module = f"{above}.{int(expert)}.{last}"
     return f"{module}.{kind}" if block is None else f"model.layers.{int(block)}.{module}.{kind}"
 
 
