@@ -84,6 +84,8 @@ class ExpertLinear(nn.Module):
         self.out_sizes = layer.sizes(layer.spec.out, rank)
         self.in_features = sum(layer.sizes(layer.spec.in_, rank))
         self._stacks: dict[str, torch.Tensor] = {}
+        #: where each expert's view of a stack begins
+        self._begins: dict[str, list[int]] = {}
 
     def __iter__(self) -> Iterator[ParallelLinear]:
         return (each for each in self._modules.values() if isinstance(each, ParallelLinear))
@@ -103,6 +105,7 @@ class ExpertLinear(nn.Module):
             one = experts[0].get_parameter(name)
             device = experts[0].sharded.device
             self._stacks[name] = torch.empty(len(experts), *one.shape, dtype=one.dtype, device=device)
+            self._begins[name] = [view.data_ptr() for view in self._stacks[name]]
             for each, view in zip(experts, self._stacks[name], strict=True):
                 each.hold(name, view)
 
@@ -155,8 +158,8 @@ class ExpertLinear(nn.Module):
         stacked = self._stacks.get(name)
         if stacked is None:
             return None
-        for each, view in zip(self, stacked, strict=True):
+        for each, begin in zip(self, self._begins[name], strict=True):
             held = each._parameters.get(name)
-            if held is None or held.data_ptr() != view.data_ptr() or held.device != view.device:
+            if held is None or held.data_ptr() != begin or held.device != stacked.device:
                 return None
         return stacked
