@@ -11,7 +11,7 @@ import torch
 import tpkit
 from tests import small_experts
 from tests.families import Families, Made
-from tests.model.test_experts import tiny
+from tests.model.test_families import tiny
 from tests.model.test_families_tp import TOLERANCE, off
 from tests.ranks import Ranks
 from tests.small import CONFIG, on_rank

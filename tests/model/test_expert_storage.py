@@ -11,7 +11,7 @@ import torch
 
 from tests import small_experts
 from tests.families import Families, Made, rewrite, tensors_of
-from tests.model.test_experts import differences, tiny
+from tests.model.test_families import differences, tiny
 from tests.model.test_families_tp import TOLERANCE
 from tests.ranks import Ranks
 from tests.small import on_rank
@@ -60,7 +60,7 @@ def test_logits_are_the_same_from_every_storage(
     tensors = relaid(tensors_of(made.folder))
     assert not tensors.keys() >= tensors_of(made.folder).keys()
     folder = rewrite(families.copy(case, tmp_path / "relaid"), tensors)
-    for plain, cached in ranks(tp).run(differences, Made(case, folder, made.ids, made.logits), ep):
+    for plain, cached in ranks(tp).run(differences, Made(case, folder, made.ids, made.logits), "", ep):
         assert max(plain, cached) < TOLERANCE
 
 

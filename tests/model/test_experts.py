@@ -12,7 +12,7 @@ import torch
 
 import tpkit
 from tests.families import Families, Made, Tiny, rewrite, tensors_of
-from tests.model.test_families import LLAMA3, ROPE, YARN
+from tests.model.test_families import LLAMA3, ROPE, YARN, cases, differences, tiny
 from tests.model.test_families_tp import TOLERANCE, off
 from tests.ranks import Ranks
 from tests.tiny_configs import EXPERTS
@@ -57,31 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiny(family: str, fields: dict[str, Any]) -> Tiny:
-    return Tiny(family=family, heads=9, kv=3, ffn=136, vocab=257, hidden=144, fields=json.dumps(fields))
-
-
-def differences(made: Made, ep: int = 1) -> tuple[float, float]:
-    """Builds the model on all ranks; returns the differences at once, and with a cache piece by piece."""
-    spec = tpkit.load_spec(made.tiny.description, config=made.folder)
-    model = tpkit.build(spec, checkpoint=made.folder, ep=ep)
-    with torch.inference_mode():
-        cache = model.new_cache(*made.ids.shape)
-        pieces = [model(piece, cache) for piece in made.ids.split([5, 1, 1, 6, 1], dim=1)]
-        return off(model(made.ids), made.logits), off(torch.cat(pieces, dim=1), made.logits)
-
-
-def cases() -> list[Any]:
-    """On 3 ranks always, on other numbers in the whole suite."""
-    plain: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in EXPERTS}
-    return [
-        pytest.param(tiny(*case), tp, marks=[] if tp == 3 else [pytest.mark.slow], id=f"{name}-tp{tp}")
-        for name, case in (plain | VARIANTS).items()
-        for tp in (3, 1, 2, 4, 5)
-    ]
-
-
-@pytest.mark.parametrize(("case", "tp"), cases())
+@pytest.mark.parametrize(("case", "tp"), cases(EXPERTS, VARIANTS))
 def test_logits_are_those_of_transformers(case: Tiny, tp: int, families: Families, ranks: Ranks) -> None:
     for plain, cached in ranks(tp).run(differences, families.make(case)):
         assert max(plain, cached) < TOLERANCE, f"{plain:.1e} at once, {cached:.1e} with a cache"
@@ -108,7 +84,7 @@ def shared_cases() -> list[Any]:
 def test_groups_of_ranks_that_share_the_experts(
     family: str, tp: int, ep: int, families: Families, ranks: Ranks
 ) -> None:
-    for plain, cached in ranks(tp).run(differences, families.make(tiny(family, {})), ep):
+    for plain, cached in ranks(tp).run(differences, families.make(tiny(family, {})), "", ep):
         assert max(plain, cached) < TOLERANCE, f"{plain:.1e} at once, {cached:.1e} with a cache"
 
 
@@ -116,7 +92,7 @@ def test_groups_of_ranks_that_share_the_experts(
 def test_groups_without_any_expert(tp: int, ep: int, families: Families, ranks: Ranks) -> None:
     """Three experts, each behind a bias, for more groups than that."""
     case = tiny("gpt_oss", {"num_local_experts": 3})
-    for plain, cached in ranks(tp).run(differences, families.make(case), ep):
+    for plain, cached in ranks(tp).run(differences, families.make(case), "", ep):
         assert max(plain, cached) < TOLERANCE, f"{plain:.1e} at once, {cached:.1e} with a cache"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -79,27 +80,27 @@ def tiny(family: str, fields: dict[str, Any]) -> Tiny:
     )
 
 
-def differences(made: Made, description: str = "") -> tuple[float, float]:
+def differences(made: Made, description: str = "", ep: int = 1) -> tuple[float, float]:
     """Builds the model on all ranks; returns the differences at once, and with a cache one by one after 5 tokens."""
     spec = tpkit.load_spec(description or made.tiny.description, config=made.folder)
-    model = tpkit.build(spec, checkpoint=made.folder)
+    model = tpkit.build(spec, checkpoint=made.folder, ep=ep)
     with torch.inference_mode():
         cache = model.new_cache(*made.ids.shape)
         pieces = [model(piece, cache) for piece in made.ids.split([5, *[1] * 9], dim=1)]
         return off(model(made.ids), made.logits), off(torch.cat(pieces, dim=1), made.logits)
 
 
-def cases() -> list[Any]:
+def cases(families: Iterable[str], variants: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Any]:
     """On 3 ranks always, on other numbers in the whole suite."""
-    plain = {family: (family, {}) for family in GROUPED | WHOLE}
+    plain: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in families}
     return [
         pytest.param(tiny(*case), tp, marks=[] if tp == 3 else [pytest.mark.slow], id=f"{name}-tp{tp}")
-        for name, case in (plain | VARIANTS).items()
+        for name, case in (plain | dict(variants)).items()
         for tp in (3, 1, 2, 4, 5)
     ]
 
 
-@pytest.mark.parametrize(("case", "tp"), cases())
+@pytest.mark.parametrize(("case", "tp"), cases(GROUPED | WHOLE, VARIANTS))
 def test_logits_are_those_of_transformers(case: Tiny, tp: int, families: Families, ranks: Ranks) -> None:
     for plain, cached in ranks(tp).run(differences, families.make(case)):
         assert max(plain, cached) < TOLERANCE, f"{plain:.1e} at once, {cached:.1e} with a cache"

@@ -11,8 +11,7 @@ import torch
 
 import tpkit
 from tests.families import Families, Made, Tiny, rewrite, tensors_of
-from tests.model.test_experts import differences
-from tests.model.test_families import TOLERANCE
+from tests.model.test_families import TOLERANCE, differences
 from tests.ranks import Ranks
 from tpkit import LoadError
 
