@@ -28,6 +28,8 @@ __all__ = ["Loaded", "check_range", "load_model", "parameter_of", "process"]
 
 #: elements copied at a time; bounds what a conversion or a copy to another device needs beside the parameter
 CHUNK = 1 << 22
+#: bytes that may move before memory is looked at, and before freed memory is given back: experts are many and small
+UNSEEN = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,8 @@ def load_model(
             work.begin(transfer.layer)
             _copy(transfer, parameter_of(modules, transfer.layer, transfer.param), reader, memory)
             left[transfer.layer] -= 1
-            if not left[transfer.layer]:
-                work.finish(transfer.layer)
-                if memory is not None:
-                    memory.sample()
+            if not left[transfer.layer] and work.finish(transfer.layer) and memory is not None:
+                memory.sample()
             if progress is not None:
                 progress(reader.bytes_read)
         _check_zero(plan, reader)
@@ -98,6 +98,7 @@ class _Work:
     def __init__(self, plan: LoadPlan, rank: int, modules: Mapping[str, ShardedModule], reader: Reader) -> None:
         self.plan, self.rank, self.modules, self.reader = plan, rank, modules, reader
         self.begun: set[str] = set()
+        self.unseen = 0
 
     def begin(self, path: str) -> None:
         """Gives a layer its memory, and absent parameters their default."""
@@ -108,9 +109,14 @@ class _Work:
         for name, value in self.plan.defaults.get(path, {}).items():
             parameter_of(self.modules, path, name).fill_(value)
 
-    def finish(self, path: str) -> None:
-        """Hands over what is not sliced, compares a tied copy, and lets the quant method repack."""
+    def finish(self, path: str) -> bool:
+        """Hands over what is not sliced, compares a tied copy, and lets the quant method repack.
+
+        Returns:
+            whether so much is done since the last time that memory is worth a look.
+        """
         module = self.modules[path]
+        self.unseen += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
         for name, segment, tensor in self.plan.blobs.get(path, ()):
             stored = _stored(self.plan, tensor)
             whole = tuple(Run(0, n) for n in stored.shape)
@@ -121,6 +127,11 @@ class _Work:
             module.blobs[name] = {segment: held[segment] for segment in order if segment in held}
         _check_equal(self.plan, self.rank, path, self.modules, self.reader)
         process(module)
+        if self.unseen < UNSEEN:
+            return False
+        self.unseen = 0
+        give_back()  # what repacking took in passing would add up, layer by layer
+        return True
 
 
 def process(module: ShardedModule) -> None:
@@ -132,7 +143,6 @@ def process(module: ShardedModule) -> None:
         _check_finite(module)
         with plugin_errors(method, "process_weights_after_loading", module.path):
             method.process_weights_after_loading(module)
-        give_back()  # what repacking took in passing would add up, layer by layer
 
 
 def _check_finite(module: ShardedModule) -> None:
@@ -184,7 +194,7 @@ def _copy(transfer: Transfer, parameter: torch.Tensor, reader: Reader, memory: A
             )
         goal.copy_(piece.reshape(goal.shape))
         check_range(f"{transfer.tensor} in {transfer.stored.file.name}", piece, goal)
-        if memory is not None:
+        if memory is not None and piece.numel() * piece.element_size() >= UNSEEN:
             memory.sample()
 
 
