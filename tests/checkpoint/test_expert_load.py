@@ -90,14 +90,17 @@ class Described(Rows):
         return {**super().create_weights(layer), "state": ParamSpec("uint8", dims=(Blob(),))}
 
 
-def test_a_tensor_of_any_length_comes_to_its_expert_and_cannot_be_stacked() -> None:
+def test_a_tensor_of_any_length_comes_to_its_expert() -> None:
     held = {"weight": torch.ones(EXPERTS, HIDDEN, WIDTH).to(torch.int8), "scale": torch.ones(EXPERTS, HIDDEN, 1)}
     layer = RowParallelExperts(WIDTH, HIDDEN, EXPERTS, bias=False, quant=Described(), tp_rank=1, tp_size=2, ep=2)
     given = {f"{n}.down_proj.{key}": tensor[n] for n in range(EXPERTS) for key, tensor in held.items()}
     layer.load(given | {f"{n}.down_proj.state": torch.full((n + 1,), n, dtype=torch.uint8) for n in range(EXPERTS)})
     assert [each.blobs["state"][""].tolist() for each in layer] == [[3] * 4, [4] * 5]
-    with pytest.raises(LoadError, match=r"down_proj\.state: it may be of any length"):
-        layer.load({f"down_proj.{key}": t for key, t in held.items()} | {"down_proj.state": torch.ones(5, 3).byte()})
+    stacked = {f"down_proj.{key}": tensor for key, tensor in held.items()}
+    layer.load(stacked | {"down_proj.state": torch.arange(10, dtype=torch.uint8).view(5, 2)})
+    assert [each.blobs["state"][""].tolist() for each in layer] == [[6, 7], [8, 9]]
+    with pytest.raises(LoadError, match=r"down_proj\.state is \[4, 2\], experts needs one for each of 5"):
+        layer.load(stacked | {"down_proj.state": torch.ones(4, 2).byte()})
 
 
 def test_what_is_missing_foreign_or_misshapen_is_refused_by_name() -> None:

@@ -117,10 +117,13 @@ class _Work:
         """
         module = self.modules[path]
         self.unseen += sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-        for name, segment, tensor in self.plan.blobs.get(path, ()):
+        for name, segment, tensor, expert in self.plan.blobs.get(path, ()):
             stored = _stored(self.plan, tensor)
-            whole = tuple(Run(0, n) for n in stored.shape)
-            piece = self.reader.read(tensor, stored, stored.shape, whole).clone()
+            whole = [Run(0, n) for n in stored.shape]
+            if expert is not None:
+                whole[0] = Run(expert, 1)
+            piece = self.reader.read(tensor, stored, stored.shape, tuple(whole)).clone()
+            piece = piece if expert is None else piece[0]
             module.blobs.setdefault(name, {})[segment] = piece
         order = [part.name for part in module.sharded.layer.spec.out]
         for name, held in module.blobs.items():

@@ -13,7 +13,7 @@ from tpkit.checkpoint.stored import Checkpoint, listed, matcher
 from tpkit.division import DividedLayer
 from tpkit.errors import SpecError, did_you_mean
 from tpkit.geometry import stored_shape
-from tpkit.layout import LayerSpec
+from tpkit.layout import LayerSpec, Source
 from tpkit.params import ParamSpec
 from tpkit.partition import side_size
 
@@ -39,18 +39,39 @@ def match_layer(plan: LoadPlan, layer: DividedLayer, checkpoint: Checkpoint, fin
                     _absent(plan, layer, name, param, tensor, expert, findings)
                     continue
                 used.add(tensor)
-                if param.is_blob and source.stacked:
-                    findings.add("stacked", f"{tensor}: it may be of any length, so nothing says which part is whose")
-                    continue
                 if param.is_blob:
-                    path = spec.path if expert is None else f"{spec.path}.{expert}"
-                    plan.blobs.setdefault(path, []).extend((name, segment, tensor) for segment, _ in source.views)
+                    _hand_over(plan, layer, name, source, tensor, expert, findings)
                     continue
                 check_header(tensor, stored, param, shape, findings, spec)
                 if stored.dtype != param.dtype:
                     key = (stored.dtype, param.dtype)
                     plan.conversions[key] = plan.conversions.get(key, 0) + 1
     return used
+
+
+def _hand_over(
+    plan: LoadPlan,
+    layer: DividedLayer,
+    name: str,
+    source: Source,
+    tensor: str,
+    expert: int | None,
+    findings: Findings,
+) -> None:
+    """Notes a whole tensor for a layer; a stacked one is cut into those of its experts."""
+    spec, shape = layer.spec, plan.checkpoint.tensors[tensor].shape if plan.checkpoint else ()
+    if not source.stacked or spec.experts is None:
+        path = spec.path if expert is None else f"{spec.path}.{expert}"
+        plan.blobs.setdefault(path, []).extend((name, segment, tensor, None) for segment, _ in source.views)
+        return
+    if shape[:1] != (spec.experts.units,):
+        findings.add(
+            "wrong shape", f"{tensor} is {list(shape)}, {spec.path} needs one for each of {spec.experts.units}"
+        )
+        return
+    for number in range(spec.experts.units):
+        rows = ((name, segment, tensor, number) for segment, _ in source.views)
+        plan.blobs.setdefault(f"{spec.path}.{number}", []).extend(rows)
 
 
 def _absent(

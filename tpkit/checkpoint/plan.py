@@ -60,7 +60,7 @@ class LoadPlan:
         zero: biases that the description does not know; they must prove to be all zero.
         equal: stored copies of tied parameters that must prove equal: (tensor, tied layer, layer it shares).
         defaults: parameters absent from the checkpoint that take their stated default: layer -> param -> value.
-        blobs: whole tensors handed over to a layer: layer -> [(param, segment, tensor)].
+        blobs: whole tensors handed over to a layer: layer -> [(param, segment, tensor, which expert's of a stack)].
         conversions: (stored dtype, parameter dtype) -> number of tensors.
     """
 
@@ -72,7 +72,7 @@ class LoadPlan:
     zero: list[str] = field(default_factory=list)
     equal: list[tuple[str, LayerSpec, DividedLayer]] = field(default_factory=list)
     defaults: dict[str, dict[str, float]] = field(default_factory=dict)
-    blobs: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
+    blobs: dict[str, list[tuple[str, str, str, int | None]]] = field(default_factory=dict)
     conversions: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def units(self, rank: int) -> Iterator[str]:

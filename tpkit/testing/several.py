@@ -99,8 +99,6 @@ def layers_of(subject: Subject) -> Iterator[Several]:
     yield Several(merged, "apart")
     yield Several(row, "apart")
     yield Several(even, "apart")
-    if any(spec.is_blob for spec in specs):
-        return  # a tensor of any length has no dimension for the experts
     yield Several(merged, "stacked")
     yield Several(row, "stacked")
     if subject.fused and not any("." in (spec.stored or "") for spec in specs):
