@@ -134,6 +134,11 @@ class _Walk:
 
     def _sides(self, node: Node, declared: Declared | None) -> Sides:
         if declared is not None and node.role in declared.sides:
+            if node.options.in_features is not None or node.options.out_features is not None:
+                raise SpecError(
+                    f"{node.where}: {node.path}: in_features and out_features are for a projection that stands alone; "
+                    "the module around this one says its sizes"
+                )
             return declared.sides[node.role]
         width, given = node.options.in_features or self.hidden_size, node.options.out_features
         if node.word == "vocab" and self.vocab_size is not None:
@@ -162,10 +167,17 @@ class _Walk:
                     f"{f'{side_size(lies.out)} heads for it' if lies else 'no heads for it'}"
                 )
             side, dims = lies.out, (Out(), *dims[1:])
+        elif lies is not None:
+            if any(part.axis is not None and part.axis.divided for part in lies.out):
+                raise SpecError(f"{node.where}: {node.path}: it follows its heads over the ranks: say style: per_head")
+            wanted = side_size(lies.out)
+            if sizes != (wanted,):
+                told = f"sizes {list(sizes)}, but the module around it needs [{wanted}]"
+                raise SpecError(f"{node.where}: {node.path}: {told}")
         stem = self._disk(node.path).rpartition(".")[0]
         return Declaration(
             node=node,
-            style="replicated" if lies is None else "column",
+            style="replicated" if side[0].axis is None else "column",
             out=side,
             forms=(fused(stem, side),),
             weights=(("value", dims),),  # its own name might be one that a layer uses itself

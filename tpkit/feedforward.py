@@ -135,9 +135,9 @@ class Moe(ModuleType):
     roles = (
         Role(name="router", styles=("replicated",)),
         Role(name="correction_bias", required=False),
-        Role(name="up_proj", styles=("merged_column", "column")),
-        Role(name="down_proj", styles=("row",)),
-        Role(name="shared", required=False, module=True),
+        Role(name="up_proj", styles=("merged_column", "column"), several=True),
+        Role(name="down_proj", styles=("row",), several=True),
+        Role(name="shared", styles=("mlp",), required=False, module=True),
         Role(name="shared_gate", styles=("replicated",), required=False),
     )
 
@@ -159,6 +159,7 @@ class Moe(ModuleType):
             sides={
                 **_sides(axis, hidden_size, up.style),
                 "router": Sides(in_=hidden(hidden_size), out=hidden(experts)),
+                "correction_bias": Sides(in_=(), out=hidden(experts)),
                 "shared_gate": Sides(in_=hidden(hidden_size), out=hidden(1)),
             }
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpkit.distributed.group import TensorParallel
-from tpkit.errors import SpecError
+from tpkit.errors import PluginError, SpecError
 from tpkit.layers.building import BuildContext
 from tpkit.layers.container import Container
 from tpkit.layers.experts import ExpertLinear
@@ -69,7 +69,11 @@ class Maker:
     def _module(self, node: Node) -> nn.Module:
         children = {m.node.role: (m.name, self.make(m.node)) for m in node.members()}
         self.context.own = self._sharded(node) if node.path in self.plan.layers else None
-        built: nn.Module = self.registry.load("module", node.word).build(node.options, children, self.context)
+        kind = self.registry.load("module", node.word)
+        try:
+            built: nn.Module = kind.build(node.options, children, self.context)
+        except (SpecError, PluginError) as error:
+            raise type(error)(f"{node.where}: {node.path}: {error.message}", hint=error.hint) from error
         return self._keep(node, built) if isinstance(built, ShardedModule) else built
 
     def _projection(self, node: Node) -> nn.Module:

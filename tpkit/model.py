@@ -98,6 +98,8 @@ class Model(Container):
         """
         self._check_ids(input_ids)
         if cache is not None:
+            if (cache.shapes, cache.state_shapes) != (self.cache_shapes, self.state_shapes):
+                raise UsageError("the KV cache is of another model", hint="make it with new_cache of this one")
             cache.check(*input_ids.shape)
         context = ForwardContext(input_ids.shape[1], input_ids.device, cache, last_only=last_only)
         logits = super().forward(input_ids, context)

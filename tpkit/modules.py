@@ -61,13 +61,15 @@ class Role:
         name: the role.
         styles: styles that may fill it; empty: it is a norm or a parameter.
         required: the module cannot be without it.
-        module: it is a module.
+        module: it is a module; `styles` then are the words of those that may fill it, empty: any.
+        several: it may stand for several alike ones (experts), by ``repeat`` or ``stacked``.
     """
 
     name: str
     styles: tuple[str, ...] = ()
     required: bool = True
     module: bool = False
+    several: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,7 @@ class ParamSpec:
         stored: name on disk where it is not the parameter's own, e.g. ``weight.absmax``.
         made: it is never on disk; `process_weights_after_loading` makes it. It counts in the plan, and its dims serve
             `trim` and `expand`.
+        powers: it holds exponents of two (e8m0), whatever type they are stored as; the code 255 is no number.
     """
 
     dtype: str
@@ -124,6 +125,7 @@ class ParamSpec:
     flattened: bool = field(default=False, kw_only=True)
     stored: str | None = field(default=None, kw_only=True)
     made: bool = field(default=False, kw_only=True)
+    powers: bool = field(default=False, kw_only=True)
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class ParamSpec:
         flattened: bool = False,
         stored: str | None = None,
         made: bool = False,
+        powers: bool = False,
     ) -> None:
         object.__setattr__(self, "dtype", dtype_name(dtype))
         object.__setattr__(self, "dims", tuple(dims))
@@ -143,6 +146,7 @@ class ParamSpec:
         object.__setattr__(self, "flattened", flattened)
         object.__setattr__(self, "stored", stored)
         object.__setattr__(self, "made", made)
+        object.__setattr__(self, "powers", powers)
         words = [dim.along for dim in self.dims]
         for along in ("out", "in", "flat", "segment", "blob"):
             if words.count(along) > 1:

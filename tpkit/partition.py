@@ -44,6 +44,10 @@ class Axis:
     over: Literal["ranks", "groups", "group"] = "ranks"
 
     def __post_init__(self) -> None:
+        if type(self.units) is not int or type(self.groups or 0) is not int:
+            raise ShardingError(
+                f"axis {self.name!r}: {self.units!r} units, {self.groups!r} groups: whole numbers are needed"
+            )
         if self.units < 1 or (self.groups is not None and self.groups < 1):
             raise ShardingError(
                 f"axis {self.name!r}: {self.units} units in {self.groups} groups; both must be positive"
@@ -51,7 +55,7 @@ class Axis:
         if self.groups is not None and self.units % self.groups:
             raise ShardingError(
                 f"axis {self.name!r}: {self.units} units do not come in {self.groups} groups of equal size",
-                hint="num_attention_heads must be a multiple of num_key_value_heads",
+                hint="num_attention_heads must be a multiple of num_key_value_heads" if self.name == "heads" else None,
             )
 
 

@@ -115,6 +115,8 @@ class Prepared:
         )
 
     def _check_ep(self, ranks: int, ep: int) -> None:
+        if type(ep) is not int:
+            raise UsageError(f"ep {ep!r}: a whole number of groups is needed")
         if not 1 <= ep <= ranks:
             raise UsageError(
                 f"{ep} expert-parallel groups of {ranks} ranks: from 1 to {ranks} are possible",

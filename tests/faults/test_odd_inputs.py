@@ -108,9 +108,27 @@ def test_no_conversion_makes_a_value_infinite(stored: torch.dtype, held: torch.d
 
 def test_decoding_stops_at_logits_that_are_not_numbers(tmp_path: Path) -> None:
     tensors = weights()
-    tensors["model.norm.weight"].fill_(float("nan"))
+    tensors["model.layers.0.mlp.down_proj.weight"].fill_(float("nan"))
     with pytest.raises(CheckpointError, match="the logits are not numbers"):
         tpkit.generate(on_rank(write(tmp_path, tensors)), [1, 2])
+
+
+def test_a_norm_that_is_no_number_is_refused_while_loading(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["model.norm.weight"][3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: 1 of 32 values on rank 0 are NaN"):
+        on_rank(write(tmp_path, tensors))
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    one, other = (
+        on_rank(write(tmp_path / "a")),
+        on_rank(write(tmp_path / "b", weights(num_hidden_layers=1), num_hidden_layers=1)),
+    )
+    with pytest.raises(UsageError, match="of another model"):
+        one(torch.tensor([[1]]), other.new_cache(1, 4))
+    with pytest.raises(UsageError, match=r"length 3\.5"):
+        one.new_cache(1, 3.5)  # type: ignore[arg-type]
 
 
 def test_a_tree_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-clip": ("olmo", {"clip_qkv": 0.5}),
     "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0}),
     "gemma3-linear": ("gemma3_text", {"rope_parameters": LOCAL_GLOBAL}),
+    "gemma3-local": (
+        "gemma3_text",
+        {"rope_parameters": {**LOCAL_GLOBAL, "sliding_attention": {**LOCAL_GLOBAL["full_attention"], "factor": 4.0}}},
+    ),
+    "olmo3-local": (
+        "olmo3",
+        {"rope_parameters": {**LOCAL_GLOBAL, "sliding_attention": {**LOCAL_GLOBAL["full_attention"], "factor": 4.0}}},
+    ),
+    "gemma-relu": ("gemma", {"hidden_act": "relu"}),
+    "gemma-legacy-gelu": ("gemma", {"hidden_act": "gelu"}),
+    "cohere2-wide-heads": ("cohere2", {"head_dim": 24}),
+    "exaone4-default-window": ("exaone4", {"sliding_window": 4096}),
     "olmo3-yarn": ("olmo3", {"rope_parameters": {**LOCAL_GLOBAL, "full_attention": YARN}}),
     "exaone4-no-window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "phi3-longrope-short": (

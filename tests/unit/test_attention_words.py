@@ -30,9 +30,9 @@ def sunk(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ({"sinks": SINKS, "softcap": 5.0}, "sinks beside a softcap or alibi"),
-        ({"sinks": SINKS, "alibi": {}, "rope": None}, "sinks beside a softcap or alibi"),
-        ({"sinks": {"parameter": ["num_attention_heads"]}}, "one number for each head, of style per_head"),
+        ({"sinks": SINKS, "softcap": 5.0}, "sinks beside a softcap, alibi"),
+        ({"sinks": SINKS, "alibi": {}, "rope": None}, "sinks beside a softcap, alibi"),
+        ({"sinks": {"parameter": ["num_attention_heads"]}}, "it follows its heads over the ranks: say style: per_head"),
         ({"sinks": {"parameter": ["head_dim"], "style": "per_head"}}, "4 heads for it"),
         ({"output_gate": "sigmoid"}, "3 parts, but the module makes 4: q, gate, k, v"),
         ({"output_gate": "tanh"}, "'tanh' is not one of: sigmoid"),

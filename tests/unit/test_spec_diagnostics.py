@@ -47,8 +47,8 @@ CASES: list[tuple[str, str, list[str]]] = [
      ["23:11: require[0]: a number is needed here, not bias, which is true or false"]),
     # unknown words, modules, styles, norms
     ("module: mlp", "module: mpl",
-     ["14:3: config.hidden_act: is declared, but nothing reads it",
-      f"39:17: {LAYER}.mlp.module: no module 'mpl' (did you mean 'mlp'?); installed: attention, embedding, mlp, moe"]),
+     [f"39:17: {LAYER}.mlp.module: no module 'mpl' (did you mean 'mlp'?); installed: attention, embedding, mlp, moe; "
+      "another one is a plugin that has to be installed"]),
     ("{style: row}", "{style: rwo}",
      [f"36:25: {ATTENTION}.o_proj.style: no style 'rwo' (did you mean 'row'?); "
       "installed: column, merged_column, qkv, replicated, row, vocab"]),
@@ -122,7 +122,7 @@ CASES: list[tuple[str, str, list[str]]] = [
     # what is packed
     (QKV, "packs: [q_proj, k_proj]", [f"34:39: {ATTENTION}.qkv_proj.packs: 2 parts, but style 'qkv' has at least 3"]),
     (QKV, "packs: [q_proj, k_proj, v_proj, g_proj]",
-     [f"34:39: {ATTENTION}.qkv_proj.packs: 4 parts, but the module makes 3: q, k, v"]),
+     [f"34:39: {ATTENTION}.qkv_proj.packs: 4 parts, but the module makes 3: q, k, v (style 'qkv')"]),
     (QKV, "packs: [q_proj, k_proj, k_proj]",
      [f"34:39: {ATTENTION}.qkv_proj.packs: 'k_proj' is packed twice, not ['q_proj', 'k_proj', 'k_proj']"]),
     (QKV, "fused: [q, k, w]",

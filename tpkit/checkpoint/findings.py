@@ -66,7 +66,8 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
     stem, _, last = tensor.rpartition(".")
     seen = sorted(n.removeprefix(stem + ".") for n in checkpoint.under(stem))
     beside = f"; beside it: {listed(seen)}" if seen else _nearest(tensor, spec, checkpoint) if near else ""
-    goal = f"{spec.path}.{last}" if spec.path else tensor
+    bare = tensor.startswith(f"{spec.path}_") or tensor == spec.path
+    goal = f"{spec.path}.{last}" if spec.path and not bare else tensor
     return f"{tensor}{'' if goal == tensor else f' (for {goal})'}{beside}"
 
 

@@ -140,6 +140,8 @@ class _Work:
 def process(module: ShardedModule) -> None:
     """Lets the quant method of a filled layer repack it; a rank that holds nothing of it has nothing to repack."""
     method = module.quant_method
+    if method is None and not module.is_tied:
+        _check_numbers(module)
     if method is None or type(method) is Unquantized or module.is_tied:
         return
     if module.out_features and module.in_features:
@@ -150,20 +152,36 @@ def process(module: ShardedModule) -> None:
 
 def _check_finite(module: ShardedModule) -> None:
     """A scale that is no number makes a row of the weight none; a model would run on, and say nothing."""
-    for name, _, spec in module.sharded.layer.spec.stored:
+    for name, on_disk, spec in module.sharded.layer.spec.stored:
         if any(dim.word for dim in spec.dims) or spec.is_blob:
             continue  # codes, whatever type they are stored as
         parameter: torch.Tensor = getattr(module, name)
-        lost = _not_numbers(parameter.detach()) if parameter.is_floating_point() else 0
+        lost = _not_numbers(parameter.detach(), spec.powers)
         if lost:
+            stored = " or ".join(source.tensor(on_disk) for source in module.sharded.layer.form)
             raise CheckpointError(
                 f"{module._name()}.{name}: {lost} of {parameter.numel()} values on rank "
-                f"{module.sharded.rank} are NaN or infinite",
+                f"{module.sharded.rank} are NaN or infinite (stored as {stored})",
                 hint="the checkpoint is damaged, or was quantised in a type too small for its scales",
             )
 
 
-def _not_numbers(values: torch.Tensor) -> int:
+def _check_numbers(module: ShardedModule) -> None:
+    """Norms and parameters of their own are few and small: a NaN in one of them is found at once."""
+    for name, parameter in module.named_parameters(recurse=False):
+        lost = int(parameter.isnan().sum()) if parameter.is_floating_point() and parameter.element_size() > 1 else 0
+        if lost:
+            raise CheckpointError(
+                f"{module._name()}.{name}: {lost} of {parameter.numel()} values on rank {module.sharded.rank} are NaN",
+                hint="the checkpoint is damaged",
+            )
+
+
+def _not_numbers(values: torch.Tensor, powers: bool) -> int:
+    if powers and values.dtype == torch.uint8:
+        return int((values == 255).sum())
+    if not values.is_floating_point():
+        return 0
     if values.element_size() > 1:
         return values.numel() - int(values.isfinite().sum())
     codes = values.view(torch.uint8)

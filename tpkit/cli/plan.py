@@ -25,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
     from tpkit.planning import prepare
     from tpkit.report import plan_json, plan_text, ranks_text
 
+    if args.ep < 1:
+        raise UsageError(f"--ep {args.ep}: at least one group is needed")
     sizes = _sizes(str(args.ep) if args.tp is None else args.tp)
     config = config_of(args)
     spec = spec_of(args, config)

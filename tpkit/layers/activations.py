@@ -40,12 +40,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def gate_of(activation: Activation | ClampedSwiglu) -> Gate:
     """Returns what makes one of gate and up: ``act(gate) * up``, or what a gated activation says."""
     if callable(activation):
-        act = activation
-        return lambda gate, up: act(gate) * up
-    alpha, limit = activation.alpha, activation.limit
+        return partial(_gated, activation)
+    return partial(_clamped, activation.alpha, activation.limit)
 
-    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
-    return clamped
+def _gated(act: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return act(gate) * up
+
+
+def _clamped(alpha: float, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)

@@ -69,8 +69,8 @@ class Attention(RoleModule):
             return
         if tuple(sinks.shape) != (self.heads,):
             raise SpecError("attention: its sinks are a parameter of one number for each head, of style per_head")
-        if self.softcap is not None or self.alibi is not None:
-            raise SpecError("attention: sinks beside a softcap or alibi are not supported")
+        if self.softcap is not None or self.alibi is not None or self.scale == 0:
+            raise SpecError("attention: sinks beside a softcap, alibi or a scale of 0 are not supported")
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Attends.
@@ -186,7 +186,9 @@ class Attention(RoleModule):
             q, k, v, context: as of `_attend`.
         """
         seen = context.seen(self.window, self.chunk)[:, -k.shape[2] :]
-        q = torch.cat([q, (sinks / self.scale).to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)], dim=-1)
+        ends = torch.finfo(q.dtype)  # no sink at all is minus infinity, which times the zero of other keys is no number
+        sink = (sinks.float() / self.scale).clamp(ends.min, ends.max).to(q.dtype)
+        q = torch.cat([q, sink[:, None, None].expand(*q.shape[:-1], 1)], dim=-1)
         k, v = pad(k, (0, 1, 1, 0)), pad(v, (0, 1, 1, 0))  # flash kernels want features alike
         k[:, :, 0, -1] = 1
         y = scaled_dot_product_attention(

@@ -7,6 +7,7 @@ from torch import nn
 
 from tpkit.layers.context import ForwardContext
 from tpkit.layers.embedding import ParallelLMHead
+from tpkit.layers.roles import Parent
 from tpkit.spec.bound import Step
 
 __all__ = ["Container", "run"]
@@ -23,7 +24,7 @@ def run(module: nn.Module, x: torch.Tensor, context: ForwardContext) -> torch.Te
     return module(x, context) if getattr(module, "takes_context", False) else module(x)  # type: ignore[no-any-return]
 
 
-class Container(nn.Module):
+class Container(Parent):
     """Children by name.
 
     Args:

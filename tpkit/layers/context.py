@@ -37,7 +37,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
+        for name, value in (("batch", batch), ("length", length)):
+            if type(value) is not int:
+                raise UsageError(f"a KV cache with {name} {value!r}: a whole number is needed")
         self.batch, self.length = batch, length
+        self.shapes, self.state_shapes = tuple(shapes), tuple(states)
         self.used = 0
         if batch < 1 or length < 1:
             raise UsageError(f"a KV cache for {batch} sequences of {length} tokens: at least one each")

@@ -88,7 +88,10 @@ class ExpertLinear(nn.Module):
         self._begins: dict[str, list[int]] = {}
 
     def __iter__(self) -> Iterator[ParallelLinear]:
-        return (each for each in self._modules.values() if isinstance(each, ParallelLinear))
+        for number, each in self._modules.items():
+            if not isinstance(each, ParallelLinear):
+                raise UsageError(f"expert {number} is a {type(each).__name__}, not a projection that tpkit made")
+            yield each
 
     def __len__(self) -> int:
         return len(self._modules)

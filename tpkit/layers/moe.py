@@ -77,7 +77,7 @@ class Moe(FeedForward):
             y = y * each
         spread = y.new_zeros(len(x) * k, y.shape[-1])
         spread[order] = y  # each token's experts side by side again: added in one order, whatever the batch
-        total: torch.Tensor = spread.view(len(x), k, -1).sum(1)
+        total: torch.Tensor = spread.view(len(x), k, y.shape[-1]).sum(1)
         return total
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,19 @@ from torch import nn
 from tpkit.errors import PluginError, SpecError
 from tpkit.layers.parallel import ParallelLinear
 
-__all__ = ["RoleModule"]
+__all__ = ["Parent", "RoleModule"]
 
 
-class RoleModule(nn.Module):
+class Parent(nn.Module):
+    """A module with children under names of a description: none of them may be one that its class uses itself."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()) and not isinstance(value, nn.Module):
+            raise SpecError(f"{type(self).__name__} uses the name {name!r} itself; a child cannot have it")
+        super().__setattr__(name, value)
+
+
+class RoleModule(Parent):
     """A module with named children, each in a role. Parameter names follow the names, the code asks for roles.
 
     Args:

@@ -150,10 +150,12 @@ def _run(wanted: list[str]) -> Callable[[str], bool]:
 @lru_cache(maxsize=8192)
 def _speaks_of(before: str, pattern: str, dialect: Dialect, experts: int) -> Sequence[int]:
     """Returns the experts to compare with the first one: all where a pattern speaks of numbers after `before`."""
-    own = pattern.rpartition(before)[2] if before in pattern else ""
-    if re.search(r"[\d\[?(|{]", own) or pattern[:1].isdigit() or (dialect == "substring" and own == ""):
-        return range(1, experts) if re.search(r"[\d\[?]", pattern) else ()
-    if pattern.startswith("re:") and re.search(r"\d", pattern):
-        return range(1, experts)  # a number in an expression may be an expert's, whatever stands before it
-    wild = pattern.startswith("re:") or any(char in pattern for char in "*?[")
+    expression = pattern.startswith("re:")
+    if before in pattern:
+        tells = re.search(r"[\d\[?(|{]", pattern.rpartition(before)[2])
+    else:  # it may speak of the place before their numbers by wildcards, or of the numbers alone
+        tells = re.search(r"\d" if expression or dialect == "substring" else r"^\d|[*?\]][^.]*\.\d|[\[?]", pattern)
+    if tells:
+        return range(1, experts)
+    wild = expression or any(char in pattern for char in "*?[")
     return [e for e in (1, 2, 9, 10, 99, 100, experts - 1) if 0 < e < experts] if wild else ()

@@ -25,6 +25,8 @@ def check_tree(root: Draft, problems: Problems) -> None:
             _check_container(draft, problems)
         elif draft.kind == "module" and draft.plugin is not None:
             check_roles(draft, problems)
+            if draft.repeat is not None and issubclass(draft.plugin, Embedding):
+                problems.add(draft.mark, f"{draft.where}.repeat", "a table of tokens is looked up once")
         elif draft.kind == "projection":
             check_style(draft, problems)
             _check_tie(draft, embeddings, problems)

@@ -35,6 +35,7 @@ class Context:
         problems: takes the findings.
         inside: the place is inside a repeat, so that there is a layer.
         used: takes the names that something reads.
+        blind: takes words of plugins that are not installed: what reads a name may be one of theirs.
     """
 
     types: Mapping[str, Type]
@@ -42,6 +43,7 @@ class Context:
     problems: Problems
     inside: bool = False
     used: set[str] = field(default_factory=set)
+    blind: list[str] = field(default_factory=list)
 
     def in_repeat(self) -> Context:
         """Returns the context of what is inside a repeat."""

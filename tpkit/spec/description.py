@@ -62,7 +62,8 @@ class Description:
         check_tree(self.tree, problems)
         self._require = _conditions(table.get("require"), context)
         self._ignore = self._patterns(table, context)
-        self.declarations.check_used()
+        if not context.blind:
+            self.declarations.check_used()
         if not problems:
             check_declared(self.tree, self.declarations, problems)
         problems.raise_if_any(f"{source} is not right")
@@ -108,7 +109,7 @@ class Description:
         reader = ConfigReader(
             part, source=source or "the defaults", prefix=prefix, overrides=overrides or {}, problems=problems
         )
-        self._check_identity(whole, part, reader)
+        self._check_identity(whole, part, prefix, reader)
         self._check_unread(part, reader)
         values = Values(self.declarations, reader)
         problems.raise_if_any(what)
@@ -140,7 +141,9 @@ class Description:
         found += stated_in(whole, source, inner)
         return (*found, *(stated_beside(folder) if folder is not None else ()))
 
-    def _check_identity(self, whole: Mapping[str, Any], part: Mapping[str, Any], reader: ConfigReader) -> None:
+    def _check_identity(
+        self, whole: Mapping[str, Any], part: Mapping[str, Any], prefix: str, reader: ConfigReader
+    ) -> None:
         """Refuses another family's config.json: its tensors may have the same names and mean something else."""
         stored = [name for entry in self.header.stored_as for name in entry.architectures]
         known = {*self.header.architectures, *self.header.model_types, *stored}
@@ -157,6 +160,12 @@ class Description:
             )
             reader.problems.add(Mark(reader.source), "", message)
 
+        elif prefix and isinstance(part.get("model_type"), str) and part["model_type"] not in self._kinds():
+            message = (
+                f"has a language model of {part['model_type']}; this description is of "
+                f"{', '.join(self.header.model_types)}. If both compute the same, say so: override 'model_types'"
+            )
+            reader.problems.add(Mark(reader.place("model_type")), "", message)
         elif (
             set(classes) & set(self.header.architectures)
             and not any(isinstance(kind, str) for kind in named[:2])
@@ -165,6 +174,10 @@ class Description:
             kinds = ", ".join(self.header.model_types)
             message = f"names no model_type, and this description serves several that differ: {kinds}"
             reader.problems.add(Mark(reader.source), "", message)
+
+    def _kinds(self) -> set[str]:
+        """Returns the model types of a language model inside another one that this description is of."""
+        return {*self.header.model_types, *self.header.architectures}
 
     def _check_unread(self, part: Mapping[str, Any], reader: ConfigReader) -> None:
         fields = self.declarations.fields.values()

@@ -185,7 +185,11 @@ class Expander:
         except (TpkitError, ArithmeticError) as error:
             self.problems.add(draft.mark, draft.where, told(error))
             return None
+        several = {role.name for role in draft.plugin.roles if role.several}
         for name, child in projections:
+            if around[name] is not None and roles[name] not in several:
+                message = f"the role {roles[name]!r} of module {draft.word!r} takes a single one, not {around[name]}"
+                self.problems.add(child.mark, child.where, message)
             sides = declared.sides.get(roles[name])
             if sides is not None:
                 check_parts(child, sides.out, declared.counts, self.problems)

@@ -67,9 +67,8 @@ def check_parts(draft: Draft, out: Side, counts: Mapping[str, int], problems: Pr
     count = _count(packs, fused)
     if count != len(segments):
         names = ", ".join(name or "the whole" for name in segments)
-        problems.add(
-            mark, where, f"{count} parts, but with style {draft.word!r} the module makes {len(segments)}: {names}"
-        )
+        message = f"{count} parts, but the module makes {len(segments)}: {names} (style {draft.word!r})"
+        problems.add(mark, where, message)
         return
     named = list(fused.order) if fused else []
     for position, pack in enumerate(packs):

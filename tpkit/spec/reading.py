@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tpkit.errors import SpecError
 from tpkit.spec.data import Mark
 from tpkit.spec.evaluate import type_of
 from tpkit.spec.fields import SPELLINGS, Field
@@ -30,8 +31,12 @@ def text_part(config: Mapping[str, Any], keys: list[str]) -> tuple[str, Mapping[
     """Returns the part of a config.json that describes the language model, and the key it stands under."""
     for key in [*keys, "text_config"]:
         part = config.get(key)
-        if isinstance(part, Mapping):
+        if isinstance(part, Mapping) and part:
             return key, part
+        if part:
+            raise SpecError(
+                f"config.json: {key} is {shown(part)}; a mapping with the language model's fields is needed"
+            )
     return "", config
 
 

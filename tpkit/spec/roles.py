@@ -63,11 +63,15 @@ def _check_fit(draft: Draft, child: Draft, role: Role, problems: Problems) -> No
         return  # an unknown word has been noted already
     if child.kind == "container" and not child.children:
         return  # so has a node that is nothing
-    if role.styles and child.word not in role.styles:
+    if role.module and child.kind == "module":
+        if role.styles and child.word not in role.styles:
+            message = f"the role {role.name!r} of module {draft.word!r} takes module {' or '.join(role.styles)}"
+            problems.add(child.mark, child.where, f"{message}, not {child.word!r}")
+    elif role.styles and not role.module and child.word not in role.styles:
         found = f"style {child.word!r}" if child.kind == "projection" else f"a {child.kind}"
         message = f"the role {role.name!r} of module {draft.word!r} takes style {' or '.join(role.styles)}, not {found}"
         problems.add(child.mark, child.where, message)
-    elif not role.styles and child.kind not in (("module",) if role.module else ("norm", "parameter")):
+    elif (role.module or not role.styles) and child.kind not in (("module",) if role.module else ("norm", "parameter")):
         needed = "a module" if role.module else "a norm or a parameter"
         message = f"the role {role.name!r} of module {draft.word!r} takes {needed}, not a {child.kind}"
         problems.add(child.mark, child.where, message)

@@ -104,7 +104,10 @@ class TreeReader:
         names = self.registry.names(kind)
         if word.partition("@")[0] in names:
             return True
+        context.blind.append(word)
         message = f"no {kind} {word!r}{did_you_mean(word, names)}; installed: {', '.join(names) or 'none'}"
+        if kind == "module":
+            message += "; another one is a plugin that has to be installed"
         context.problems.add(mark, where, message)
         return False
 

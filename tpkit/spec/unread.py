@@ -83,7 +83,21 @@ def unread_fields(config: Mapping[str, Any], keys: Iterable[str]) -> list[tuple[
     for name, tells in _TELLING.items():
         unread = [key for key in (name, *_NESTED.get(name, ())) if key not in read]
         found.extend((key, value) for key in unread if (value := _at(config, key)) is not None and tells(value))
-    return [*found, *_unread_of_layers(config, read)]
+    return [*found, *_unread_of_rope(config, read), *_unread_of_layers(config, read)]
+
+
+def _unread_of_rope(config: Mapping[str, Any], read: set[str]) -> list[tuple[str, Any]]:
+    """Returns settings of rope that some layers have of their own, and a growing query scale, that are not read."""
+    found: list[tuple[str, Any]] = []
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        for key, value in rope.items() if isinstance(rope, Mapping) else ():
+            path = f"{name}.{key}"
+            if isinstance(value, Mapping) and value.get("rope_type", "default") != "default" and path not in read:
+                found.append((path, value))
+            if key == "llama_4_scaling_beta" and value and path not in read:
+                found.append((path, value))
+    return found
 
 
 def _unread_of_layers(config: Mapping[str, Any], read: set[str]) -> list[tuple[str, Any]]:
@@ -104,4 +118,4 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(head)
     if not rest:
         return value
-    return value.get(rest) if isinstance(value, Mapping) else None
+    return _at(value, rest) if isinstance(value, Mapping) else None

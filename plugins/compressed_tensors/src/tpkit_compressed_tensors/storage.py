@@ -95,10 +95,14 @@ class Stored(QuantMethod):
         expanded: torch.Tensor = layer.expand(name, value)
         return expanded
 
+    @property
+    def powers_of_two(self) -> bool:
+        """Says that scales are exponents."""
+        return bool(self.options.format.startswith("mx"))
+
     def scale(self, layer: Any) -> torch.Tensor:
         """Returns the scales as stored, in float32."""
-        powers = self.options.format.startswith("mx")
-        return codes.e8m0(layer.weight_scale) if powers else layer.weight_scale.to(torch.float32)
+        return codes.e8m0(layer.weight_scale) if self.powers_of_two else layer.weight_scale.to(torch.float32)
 
     def scale_dtype(self, layer: LinearSpec) -> str:
         """Returns the type scales are kept in."""
@@ -126,7 +130,7 @@ class Plain(Stored):
         weights = self.options.weights
         dtype = "int8" if weights.type == "int" else "float8_e4m3fn"
         made = {"weight": ParamSpec(dtype, dims=(Out(), In()))}
-        made["weight_scale"] = ParamSpec(self.scale_dtype(layer), dims=self.shared())
+        made["weight_scale"] = ParamSpec(self.scale_dtype(layer), dims=self.shared(), powers=self.powers_of_two)
         if not weights.symmetric:
             made["weight_zero_point"] = ParamSpec("int8", dims=self.shared())
         return made
@@ -146,7 +150,7 @@ class FloatFour(Stored):
 
     def values(self, layer: LinearSpec) -> dict[str, ParamSpec]:
         made = {"weight_packed": ParamSpec("uint8", dims=(Out(), In(pack=2)))}
-        made["weight_scale"] = ParamSpec(self.scale_dtype(layer), dims=self.shared())
+        made["weight_scale"] = ParamSpec(self.scale_dtype(layer), dims=self.shared(), powers=self.powers_of_two)
         if self.options.format.startswith("nv"):
             dtype = layer.dtype_of("weight_global_scale", "float32")
             made["weight_global_scale"] = ParamSpec(dtype, dims=(Segment(),))

@@ -126,6 +126,7 @@ class Fp8(QuantMethod):
                 layer.dtype_of(name, default, FLOATS | powers),
                 dims=self._scale_dims(layer, name),
                 stored=None if name == "weight_scale" else name,
+                powers=options.scale_fmt == "ue8m0",
             ),
         }
         static = {SCALES[name]} if options.activation_scheme == "static" else set()

@@ -73,7 +73,7 @@ class ModelOpt(QuantMethod):
         scale_dtype = layer.dtype_of("weight_scale", layout.scale_dtype, likely)
         params = {
             "weight": weights[layout.codes],
-            "weight_scale": ParamSpec(scale_dtype, dims=self._scale_dims(layer)),
+            "weight_scale": ParamSpec(scale_dtype, dims=self._scale_dims(layer), powers=layout.scale_dtype == "uint8"),
         }
         if layout.second:
             params["weight_scale_2"] = ParamSpec(layer.dtype_of("weight_scale_2", "float32"), dims=(Segment(),))

@@ -47,7 +47,7 @@ class Mxfp4(QuantMethod):
         dtype = layer.dtype_of("scales", "uint8", ("uint8", "float8_e8m0fnu"))
         return {
             "blocks": ParamSpec("uint8", dims=(Out(), In(pack=32), Fixed(16))),
-            "scales": ParamSpec(dtype, dims=(Out(), In(block=32))),
+            "scales": ParamSpec(dtype, dims=(Out(), In(block=32)), powers=True),
         }
 
     def dequantize(self, layer: Any) -> torch.Tensor:
