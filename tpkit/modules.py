@@ -178,12 +178,18 @@ class RopeOptions(Options):
     partial: float = Field(default=1.0, gt=0, le=1)
     dims: int | None = Field(default=None, gt=0)
     original_length: int | None = Field(default=None, gt=0)
-    max_length: int | None = Field(default=None, gt=0)
+    max_length: int | None = Field(default="max_position_embeddings", gt=0)  # type: ignore[assignment]
 
     @property
     def turning(self) -> str:
         """How a description says how much turns."""
         return f"partial {self.partial}" if self.dims is None else f"dims {self.dims}"
+
+    @property
+    def longest(self) -> int | None:
+        """`max_length`; None where the name that it defaults to was bound to nothing."""
+        length: object = self.max_length
+        return length if isinstance(length, int) else None
 
     @model_validator(mode="after")
     def _agree(self) -> RopeOptions:
@@ -192,5 +198,5 @@ class RopeOptions(Options):
         if self.dims is not None and self.partial != 1:
             raise ValueError(f"rope says dims {self.dims} and partial {self.partial}; keep the one that is meant")
         if isinstance(self.scaling, dict):
-            with_lengths(self.scaling, original_length=self.original_length, max_length=self.max_length)
+            with_lengths(self.scaling, original_length=self.original_length, max_length=self.longest)
         return self

@@ -112,6 +112,15 @@ def cases(families: Iterable[str], variants: Mapping[str, tuple[str, dict[str, A
     ]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "falcon", "glm", "olmoe"])
+def test_frequencies_follow_the_length(family: str, families: Families, ranks: Ranks) -> None:
+    """At once: with a cache, keys keep the frequencies of the length at which they were computed."""
+    rope = {**ROPE, "rope_type": "dynamic", "factor": 4.0}
+    made = families.make(tiny(family, {"rope_parameters": rope, "max_position_embeddings": 8}))
+    for plain, _ in ranks(3).run(differences, made):
+        assert plain < TOLERANCE
+
+
 @pytest.mark.parametrize(("case", "tp"), cases(GROUPED | WHOLE, VARIANTS))
 def test_logits_are_those_of_transformers(case: Tiny, tp: int, families: Families, ranks: Ranks) -> None:
     for plain, cached in ranks(tp).run(differences, families.make(case)):

@@ -64,10 +64,10 @@ class BuildContext:
 
     def rotary(self, options: RopeOptions, head_dim: int) -> Rotary:
         """Returns the rotary embedding for these options; layers with the same share one."""
-        key = (options.model_dump_json(), head_dim)
+        key = (repr(options), head_dim)
         if key not in self._rotaries:
             scaling = with_lengths(
-                options.scaling, original_length=options.original_length, max_length=options.max_length
+                options.scaling, original_length=options.original_length, max_length=options.longest
             )
             dims, turned = int(head_dim * options.partial) if options.dims is None else options.dims, None
             if dims > head_dim:

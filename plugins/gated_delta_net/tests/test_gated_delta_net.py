@@ -132,7 +132,7 @@ def test_value_heads_follow_their_key_head(tmp_path: Path) -> None:
     ("replaced", "problem"),
     [
         ({"norm": {"norm": "layer", "over": "value_head", "eps": 1e-6, "bias": False}}, "its norm is"),
-        ({"A_log": {"parameter": ["value_heads"]}}, "A_log is one number for each value head"),
+        ({"A_log": {"parameter": ["value_heads"]}}, "it follows its heads over the ranks: say style: per_head"),
         ({"activation": "gelu"}, "'gelu' is not"),
         ({"in_proj_ba": {"style": "merged_column", "fused": {"per": "head", "order": ["b", "a"]}}}, "per is one of"),
     ],

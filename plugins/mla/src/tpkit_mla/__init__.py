@@ -70,7 +70,7 @@ class MlaOptions(Options):
         factor = scaling.get("factor")
         if factor is None:  # then the rope has both lengths, or it would not have been bound
             original = scaling.get("original_max_position_embeddings") or self.rope.original_length
-            factor = (self.rope.max_length or 1) / (original or 1)
+            factor = (self.rope.longest or 1) / (original or 1)
         return scale * float(1 + 0.1 * scaling["mscale_all_dim"] * math.log(max(factor, 1))) ** 2
 
 
