@@ -66,9 +66,7 @@ class BuildContext:
         """Returns the rotary embedding for these options; layers with the same share one."""
         key = (repr(options), head_dim)
         if key not in self._rotaries:
-            scaling = with_lengths(
-                options.scaling, original_length=options.original_length, max_length=options.longest
-            )
+            scaling = with_lengths(options.scaling, original_length=options.original_length, max_length=options.longest)
             dims, turned = int(head_dim * options.partial) if options.dims is None else options.dims, None
             if dims > head_dim:
                 raise SpecError(f"rope turns {dims} features of a head of {head_dim}: {options.turning}")
