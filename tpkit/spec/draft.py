@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from tpkit.spec.bound import Kind
 from tpkit.spec.data import Mark, Table
 from tpkit.spec.expr import StepExpr
-from tpkit.spec.slots import Formula, Slot
+from tpkit.spec.slots import Failed, Formula, Scope, Slot
 
 __all__ = ["Draft", "Member", "StepDraft", "children_in", "members_in"]
 
@@ -87,12 +87,32 @@ def children_in(draft: Draft) -> Iterator[Draft]:
         yield from branches
 
 
-#: a child of a module: its dotted name below the module, and the draft
-Member = tuple[str, Draft]
+class Member(NamedTuple):
+    """What may fill a role of a module.
+
+    Attributes:
+        name: its dotted name below the module.
+        draft: the node.
+        copies: of how many alike ones it is one, by its own word or a container's; None: it is a single one.
+    """
+
+    name: str
+    draft: Draft
+    copies: Slot | None
+
+    def number(self, scope: Scope) -> int | None:
+        """Returns the number of copies; None where there are none, or where it cannot be known."""
+        try:
+            return None if self.copies is None else self.copies.value(scope)
+        except Failed:
+            return None
 
 
 def members_in(
-    draft: Draft, among: Callable[[Draft], Iterable[Draft]] = children_in, prefix: str = ""
+    draft: Draft,
+    among: Callable[[Draft], Iterable[Draft]] = children_in,
+    prefix: str = "",
+    copies: Slot | None = None,
 ) -> Iterator[Member]:
     """Yields what may fill the roles of a module: its children, through containers, and parameters in projections.
 
@@ -100,10 +120,11 @@ def members_in(
         draft: the module.
         among: returns the children of a draft that count; by default every branch of all.
         prefix: dotted name of what `draft` is in the module.
+        copies: of how many alike ones that is one.
     """
     for child in among(draft):
-        name = f"{prefix}.{child.name}".lstrip(".")
+        name, several = f"{prefix}.{child.name}".lstrip("."), child.stacked or child.repeat or copies
         if child.kind != "container" or child.role is not None or not child.children:
-            yield name, child
+            yield Member(name, child, several)
         if child.kind in ("container", "projection"):
-            yield from members_in(child, among, name)
+            yield from members_in(child, among, name, several)

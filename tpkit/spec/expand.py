@@ -174,39 +174,26 @@ class Expander:
         """Asks a module type what it declares for these options, and checks the projections against it."""
         if options is None or draft.plugin is None:
             return None
-        projections = [(name, child) for name, child in members if child.kind == "projection" and name in roles]
+        projections = [m for m in members if m.draft.kind == "projection" and m.name in roles]
         needed = {role.name for role in draft.plugin.roles if role.required}
         if not needed <= set(roles.values()):
             return None
-        around = {name: self._around(draft, name) for name, _ in projections}
-        children = {roles[name]: Child(style=child.word, copies=around[name]) for name, child in projections}
+        copies = {member.name: member.number(self.values) for member in projections}
+        children = {roles[name]: Child(style=child.word, copies=copies[name]) for name, child, _ in projections}
         try:
             declared: Declared = draft.plugin.declare(options, self.values.value("hidden_size"), children)
         except (TpkitError, ArithmeticError) as error:
             self.problems.add(draft.mark, draft.where, told(error))
             return None
         several = {role.name for role in draft.plugin.roles if role.several}
-        for name, child in projections:
-            if around[name] is not None and roles[name] not in several:
-                message = f"the role {roles[name]!r} of module {draft.word!r} takes a single one, not {around[name]}"
+        for name, child, _ in projections:
+            if copies[name] is not None and roles[name] not in several:
+                message = f"the role {roles[name]!r} of module {draft.word!r} takes a single one, not {copies[name]}"
                 self.problems.add(child.mark, child.where, message)
             sides = declared.sides.get(roles[name])
             if sides is not None:
                 check_parts(child, sides.out, declared.counts, self.problems)
         return declared
-
-    def _around(self, draft: Draft, name: str) -> int | None:
-        """Returns of how many alike ones a member of a module is one: by its own word, or that of a container."""
-        found = None
-        for part in name.split("."):
-            draft = next(child for child in self._active(draft) if child.name == part)
-            slot = draft.stacked or draft.repeat
-            if slot is not None:
-                try:
-                    found = slot.value(self.values)
-                except Failed:
-                    return None
-        return found
 
     def _forward(self, draft: Draft, active: list[Draft]) -> tuple[Step, ...] | None:
         if draft.steps is None:

@@ -28,7 +28,7 @@ def check_roles(draft: Draft, problems: Problems) -> None:
     roles: tuple[Role, ...] = tuple(draft.plugin.roles)
     taken: dict[str, list[Draft]] = {}
     alone: dict[str, list[str]] = {}
-    for name, child in members_in(draft):
+    for name, child, _ in members_in(draft):
         role = role_of(child, roles)
         if role is None:
             _no_role(draft, child, roles, problems)
@@ -42,7 +42,7 @@ def check_roles(draft: Draft, problems: Problems) -> None:
             styles = f" of style {' or '.join(role.styles)}" if role.styles else ""
             message = f"module {draft.word!r} needs a child for its role {role.name!r}{styles}"
             problems.add(draft.mark, draft.where, message)
-        names = [name for name, _ in members_in(draft)]
+        names = [member.name for member in members_in(draft)]
         _doubled(draft, role.name, [n for n in alone.get(role.name, ()) if names.count(n) == 1], problems)
 
 
@@ -87,7 +87,7 @@ def _doubled(draft: Draft, role: str, names: Iterable[str], problems: Problems) 
 def active_roles(draft: Draft, active: Sequence[Member], problems: Problems) -> dict[str, str]:
     """Returns dotted name -> role for the members that are there, and notes roles missing or filled twice."""
     roles: tuple[Role, ...] = tuple(draft.plugin.roles) if draft.plugin is not None else ()
-    found = {name: role.name for name, child in active if (role := role_of(child, roles)) is not None}
+    found = {name: role.name for name, child, _ in active if (role := role_of(child, roles)) is not None}
     for role in roles:
         names = [name for name, filled in found.items() if filled == role.name]
         _doubled(draft, role.name, names, problems)

@@ -30,7 +30,7 @@ def check_declared(root: Draft, declarations: Declarations, problems: Problems) 
     for draft in root.walk():
         if draft.kind != "module" or draft.plugin is None or not draft.plugin.roles:
             continue
-        for _, child in members_in(draft):
+        for _, child, _ in members_in(draft):
             role = role_of(child, draft.plugin.roles)
             if role is None:
                 continue
@@ -42,9 +42,9 @@ def check_declared(root: Draft, declarations: Declarations, problems: Problems) 
 def _declared(draft: Draft, role: str, child: Draft, values: Values) -> Declared | None:
     roles = draft.plugin.roles
     children = {
-        found.name: Child(style=c.word, copies=_copies(draft, name, values))
-        for name, c in members_in(draft)
-        if c.kind == "projection" and (found := role_of(c, roles))
+        found.name: Child(style=member.draft.word, copies=member.number(values))
+        for member in members_in(draft)
+        if member.draft.kind == "projection" and (found := role_of(member.draft, roles))
     }
     if child.kind == "projection":
         children[role] = replace(children[role], style=child.word)
@@ -54,23 +54,6 @@ def _declared(draft: Draft, role: str, child: Draft, values: Values) -> Declared
     except (Failed, TpkitError, ArithmeticError, LookupError, ValueError):
         return None
     return declared
-
-
-def _copies(draft: Draft, name: str, values: Values) -> int | None:
-    """Returns of how many alike ones a member of a module is one, for the defaults."""
-    found = None
-    for part in name.split("."):
-        branches = draft.children.get(part, ())
-        if not branches:
-            return found
-        draft = branches[0]
-        slot = draft.stacked or draft.repeat
-        if slot is not None:
-            try:
-                found = slot.value(values)
-            except Failed:
-                return None
-    return found
 
 
 def _check(child: Draft, role: str, declared: Declared, problems: Problems) -> None:
