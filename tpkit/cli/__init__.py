@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments. Only the command that is named is imported, for its own options."""
     parser = argparse.ArgumentParser(
         prog="tpkit",
-        description="Tensor-parallel models from a YAML description and an ordinary checkpoint.",
+        description="Language models over any number of ranks from a YAML description and an ordinary checkpoint.",
         epilog="`tpkit COMMAND --help` tells the options of a command.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
