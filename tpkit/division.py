@@ -71,14 +71,14 @@ class DividedLayer:
         if self.spec.experts is None:
             return self
         forms = tuple(tuple(replace(s, name=s.stem(number), stacked=False) for s in form) for form in self.spec.forms)
-        spec = replace(self.spec, path=f"{self.spec.path}.{number}", forms=forms, experts=None)
+        spec = replace(self.spec, path=self.spec.unit(number), forms=forms, experts=None)
         form = tuple(replace(s, name=s.stem(number), stacked=False) for s in self.form)
         return replace(self, spec=spec, form=form)
 
     def units(self, rank: int) -> list[tuple[str, int | None]]:
         """Returns what a rank fills one by one: paths of modules, and the number of each one's expert."""
         own = self.experts(rank)
-        return [(self.spec.path, None)] if own is None else [(f"{self.spec.path}.{n}", n) for n in own]
+        return [(self.spec.unit(n), n) for n in ((None,) if own is None else own)]
 
     def leads(self, rank: int) -> bool:
         """Says whether a rank is the first of those that hold the same experts: what must count once counts there."""

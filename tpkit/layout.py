@@ -6,7 +6,7 @@ one primitive, a strided view of one dimension of a stored tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,10 +14,15 @@ from tpkit.errors import ShardingError
 from tpkit.params import ParamSpec
 from tpkit.partition import Axis, Side, side_size
 
-__all__ = ["EXPERT", "LayerSpec", "Run", "Source", "View", "apart", "fused", "join"]
+__all__ = ["EXPERT", "LayerSpec", "Run", "Source", "View", "apart", "fused", "join", "of_expert"]
 
 #: stands for the number of an expert in the name of a source
 EXPERT = "*"
+
+
+def of_expert(name: str, expert: int) -> str:
+    """Returns the name of one expert, for a name that stands for all; any other name stays."""
+    return name.replace(EXPERT, str(expert))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class Source:
 
     def stem(self, expert: int | None = None) -> str:
         """Returns what the names of its tensors begin with, for one expert."""
-        return self.name if expert is None else self.name.replace(EXPERT, str(expert))
+        return self.name if expert is None else of_expert(self.name, expert)
 
     def tensor(self, parameter: str, stem: str | None = None, expert: int | None = None) -> str:
         """Returns the name on disk of one of its tensors; `stem` is used in place of its own."""
@@ -202,6 +207,16 @@ class LayerSpec:
         """Returns the axes that its sides lie on, and that of its experts."""
         own = {self.experts} if self.experts is not None else set()
         return own | {part.axis for part in (*self.out, *self.in_) if part.axis is not None}
+
+    def unit(self, expert: int | None) -> str:
+        """Returns the path of the module that is filled for an expert; None: for the layer, which has none."""
+        return self.path if expert is None else f"{self.path}.{expert}"
+
+    def names(self, form: Sequence[Source]) -> Iterator[str]:
+        """Yields the names of all tensors on disk that the layer is made of, in one of its forms."""
+        for source in form:
+            for expert in self.numbers(source):
+                yield from (source.tensor(on_disk, expert=expert) for _, on_disk, _ in self.stored)
 
     def numbers(self, source: Source) -> Sequence[int | None]:
         """Returns the experts that have tensors of their own in a source; None stands for all, or for no expert."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from tpkit.layers.sharded import Sharded, ShardedModule
 from tpkit.planning import ModelPlan
 from tpkit.registry import Registry
 from tpkit.spec.bound import Node
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Maker", "add_child"]
 
@@ -109,7 +106,7 @@ class Maker:
                 shards = {p.removeprefix(f"{node.path}."): self._shard(p) for p in parts}
                 shards = {n: replace(s, layer=s.layer.expert(number or 0), lazy=True) for n, s in shards.items()}
                 each = PartedLinear(own, self.tp, shards)
-                self.made.update({f"{node.path}.{name}.{number}": part for name, part in each.parts.items()})
+                self.made.update({shard.layer.spec.path: each.parts[name] for name, shard in shards.items()})
             else:
                 each = style.build(own, self.tp)
             self.made[path] = each

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 from math import gcd, inf, lcm
 from typing import Literal
 
-from tpkit.errors import ShardingError
+from tpkit.errors import ShardingError, UsageError
 
-__all__ = ["Axis", "Features", "Share", "Side", "deal", "divide", "side_size"]
+__all__ = ["Axis", "Features", "Share", "Side", "check_groups", "deal", "divide", "side_size"]
 
 #: a cut on a coarser granule is taken while the largest share is at most this many times the ideal one
 FAIR = 1.25
@@ -125,6 +125,21 @@ Side = tuple[Features, ...]
 def side_size(side: Side) -> int:
     """Returns the number of elements of a whole side."""
     return sum(segment.size for segment in side)
+
+
+def check_groups(ep: int, ranks: int) -> None:
+    """Checks that ranks can form so many expert-parallel groups.
+
+    Raises:
+        UsageError: if they cannot.
+    """
+    if type(ep) is not int:
+        raise UsageError(f"ep {ep!r}: a whole number of groups is needed")
+    if not 1 <= ep <= ranks:
+        raise UsageError(
+            f"{ep} expert-parallel groups of {ranks} ranks: from 1 to {ranks} are possible",
+            hint="--tp is the number of all ranks; --ep says in how many groups they share the experts",
+        )
 
 
 def deal(units: int, ranks: int, *, granule: int = 1, weights: Sequence[float] | None = None) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from tpkit.errors import LoadError, SpecError, UsageError
 from tpkit.geometry import stored_shape
 from tpkit.layering import PlannedLayer, layers_of
 from tpkit.layout import LayerSpec
-from tpkit.partition import side_size
+from tpkit.partition import check_groups, side_size
 from tpkit.quant.resolve import Resolver
 from tpkit.quant.stated import Stated, stated_in, stated_in_folder
 from tpkit.registry import Registry
@@ -115,13 +115,7 @@ class Prepared:
         )
 
     def _check_ep(self, ranks: int, ep: int) -> None:
-        if type(ep) is not int:
-            raise UsageError(f"ep {ep!r}: a whole number of groups is needed")
-        if not 1 <= ep <= ranks:
-            raise UsageError(
-                f"{ep} expert-parallel groups of {ranks} ranks: from 1 to {ranks} are possible",
-                hint="--tp is the number of all ranks; --ep says in how many groups they share the experts",
-            )
+        check_groups(ep, ranks)
         if ep > 1 and not any(each.spec.experts for each in self.planned):
             raise UsageError(f"{ep} expert-parallel groups, but {self.spec.source} has no experts")
 

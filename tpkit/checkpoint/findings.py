@@ -73,13 +73,7 @@ def missing_line(tensor: str, spec: LayerSpec, checkpoint: Checkpoint, near: boo
 
 def _nearest(tensor: str, spec: LayerSpec, checkpoint: Checkpoint) -> str:
     """Returns a hint at a name like that of a missing tensor, among those that are no other part's of its layer."""
-    own = {
-        source.tensor(on_disk, expert=expert)
-        for form in spec.forms
-        for source in form
-        for expert in spec.numbers(source)
-        for _, on_disk, _ in spec.stored
-    }
+    own = {name for form in spec.forms for name in spec.names(form)}
     return did_you_mean(tensor, [name for name in checkpoint.tensors if name not in own])
 
 

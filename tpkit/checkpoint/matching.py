@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -61,8 +61,9 @@ def _hand_over(
     """Notes a whole tensor for a layer; a stacked one is cut into those of its experts."""
     spec, shape = layer.spec, plan.checkpoint.tensors[tensor].shape if plan.checkpoint else ()
     if not source.stacked or spec.experts is None:
-        path = spec.path if expert is None else f"{spec.path}.{expert}"
-        plan.blobs.setdefault(path, []).extend((name, segment, tensor, None) for segment, _ in source.views)
+        plan.blobs.setdefault(spec.unit(expert), []).extend(
+            (name, segment, tensor, None) for segment, _ in source.views
+        )
         return
     if shape[:1] != (spec.experts.units,):
         findings.add(
@@ -71,7 +72,7 @@ def _hand_over(
         return
     for number in range(spec.experts.units):
         rows = ((name, segment, tensor, number) for segment, _ in source.views)
-        plan.blobs.setdefault(f"{spec.path}.{number}", []).extend(rows)
+        plan.blobs.setdefault(spec.unit(number), []).extend(rows)
 
 
 def _absent(
@@ -92,8 +93,7 @@ def _absent(
         return
     numbers = range(spec.experts.units) if spec.experts is not None and expert is None else (expert,)
     for number in numbers:
-        path = spec.path if number is None else f"{spec.path}.{number}"
-        plan.defaults.setdefault(path, {})[name] = param.default
+        plan.defaults.setdefault(spec.unit(number), {})[name] = param.default
 
 
 def _both_forms(layer: DividedLayer, checkpoint: Checkpoint, findings: Findings) -> None:
@@ -132,13 +132,6 @@ def untied_hint(layers: Sequence[DividedLayer], checkpoint: Checkpoint) -> str |
     return None
 
 
-def _names(layer: DividedLayer) -> Iterator[str]:
-    """Yields the names of all tensors on disk that a layer is made of."""
-    for source in layer.form:
-        for expert in layer.spec.numbers(source):
-            yield from (source.tensor(on_disk, expert=expert) for _, on_disk, _ in layer.spec.stored)
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Which tensors may be there without being used, and who says so."""
@@ -156,7 +149,7 @@ def rules_of(
     Raises:
         SpecError: for a rule of the description that covers what it declares.
     """
-    parameters = [name for layer in layers for name in _names(layer)]
+    parameters = [name for layer in layers for name in layer.spec.names(layer.form)]
     rules = [Rule(text, matcher(text), False) for text in ignore]
     for rule in rules:
         covered = [name for name in parameters if rule.pattern.fullmatch(name)]
@@ -183,7 +176,7 @@ def match_rest(
         for source in layer.form
         for expert in layer.spec.numbers(source)
     }
-    absent = [name for layer in layers for name in _names(layer) if name not in checkpoint.tensors]
+    absent = [name for layer in layers for name in layer.spec.names(layer.form) if name not in checkpoint.tensors]
     for name, stored in checkpoint.tensors.items():
         if name in used:
             continue

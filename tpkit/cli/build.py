@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tpkit.cli.common import add_model_arguments, config_of, pick, spec_of, split_of
+from tpkit.cli.common import add_model_arguments, check_ep, config_of, pick, spec_of, split_of
 from tpkit.distributed.rank import in_launcher
 from tpkit.errors import UsageError
 
@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--seed {args.seed}: from 0 to 2**63 - 1")
     if args.tp is not None and args.tp < 1:
         raise UsageError(f"--tp {args.tp}: at least one rank is needed")
-    if args.ep < 1:
-        raise UsageError(f"--ep {args.ep}: at least one group is needed")
+    check_ep(args)
     if joined is None and args.tp is None:
         args.tp = args.ep
     if joined is not None and args.tp not in (None, joined):

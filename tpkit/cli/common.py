@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_description_arguments",
     "add_model_arguments",
+    "check_ep",
     "config_of",
     "overrides_of",
     "pick",
@@ -50,6 +51,16 @@ def add_description_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], dest="overrides",
                         help="override, e.g. config.num_hidden_layers=2 or tree.lm_head.disable_tp=true")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+
+
+def check_ep(args: argparse.Namespace) -> None:
+    """Checks ``--ep`` by itself, before it may stand for the number of ranks.
+
+    Raises:
+        UsageError: if it is no number of groups.
+    """
+    if args.ep < 1:
+        raise UsageError(f"--ep {args.ep}: at least one group is needed")
 
 
 def split_of(args: argparse.Namespace) -> list[float] | None:

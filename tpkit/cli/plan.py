@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from tpkit.cli.common import add_model_arguments, config_of, spec_of, split_of
+from tpkit.cli.common import add_model_arguments, check_ep, config_of, spec_of, split_of
 from tpkit.errors import UsageError
 
 __all__ = ["add_arguments", "run"]
@@ -25,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from tpkit.planning import prepare
     from tpkit.report import plan_json, plan_text, ranks_text
 
-    if args.ep < 1:
-        raise UsageError(f"--ep {args.ep}: at least one group is needed")
+    check_ep(args)
     sizes = _sizes(str(args.ep) if args.tp is None else args.tp)
     config = config_of(args)
     spec = spec_of(args, config)

@@ -19,7 +19,7 @@ from tpkit.layers.alone import Setting, sharded_alone
 from tpkit.layers.experts import ExpertLinear
 from tpkit.layers.parallel import ParallelLinear
 from tpkit.layout import Source, apart, fused
-from tpkit.partition import Axis, Features, Side
+from tpkit.partition import Axis, Features, Side, check_groups
 from tpkit.quant import Unquantized
 
 __all__ = ["ColumnParallelExperts", "MergedColumnParallelExperts", "ParallelExperts", "RowParallelExperts"]
@@ -43,8 +43,7 @@ class ParallelExperts(ExpertLinear):
         self, how: Setting, out: Side, in_: Side, forms: tuple[tuple[Source, ...], ...], num_experts: int, ep: int
     ) -> None:
         place = how.place
-        if not 1 <= ep <= place.size:
-            raise UsageError(f"{ep} expert-parallel groups of {place.size} ranks: from 1 to {place.size} are possible")
+        check_groups(ep, place.size)
         axis = Axis(name="experts", units=num_experts, over="groups")
         forms = of_experts(forms, how.prefix, stacked=False)
         sharded = sharded_alone(how, out, in_, forms, experts=axis, ep=ep)

@@ -25,18 +25,19 @@ class FeedForward(RoleModule):
     Args:
         options: bound words of the description, with an activation.
         children: role -> (name, module).
+
+    Attributes:
         gated: the first projection gives a gate and what it multiplies.
     """
 
-    def __init__(self, options: MlpOptions | MoeOptions, children: Children, gated: bool) -> None:
+    def __init__(self, options: MlpOptions | MoeOptions, children: Children) -> None:
         super().__init__(children)
         if (self.child("activation") is None) == (options.activation == "child"):
             raise SpecError("a feed-forward has a child in the role activation where it says so, activation: child")
-        self.gated = gated
-        named = isinstance(options.activation, str)
-        if not named and not gated:
-            raise SpecError("a gated activation needs a gate: a merged_column projection")
+        self.gated = len(getattr(children["up_proj"][1], "out_sizes", ())) == 2
         self._act = ACTIVATIONS.get(options.activation, self._own) if isinstance(options.activation, str) else None
+        if self._act is None and not self.gated:
+            raise SpecError("a gated activation needs a gate: a merged_column projection")
         self._gate = gate_of(self._act or options.activation)  # type: ignore[arg-type]
 
     def activated(self, y: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -64,8 +65,7 @@ class Mlp(FeedForward):
     """
 
     def __init__(self, options: MlpOptions, children: Children, build: BuildContext) -> None:
-        up = children["up_proj"][1]
-        super().__init__(options, children, len(getattr(up, "out_sizes", ())) == 2)
+        super().__init__(options, children)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``[B, L, hidden]`` for the same, equal on every rank."""

@@ -33,8 +33,7 @@ class Moe(FeedForward):
     """
 
     def __init__(self, options: MoeOptions, children: Children, build: BuildContext) -> None:
-        up = children["up_proj"][1]
-        super().__init__(options, children, len(getattr(up, "out_sizes", ())) == 2)
+        super().__init__(options, children)
         self.tp, self.routing = build.tp, options.routing
         shared, correction = self.child("shared"), self.parameter("correction_bias")
         if not isinstance(shared, Mlp | None) or (shared is None and self.child("shared_gate") is not None):

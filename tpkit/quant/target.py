@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from tpkit.errors import PluginError
-from tpkit.layout import EXPERT
+from tpkit.layout import EXPERT, of_expert
 from tpkit.params import Header
 
 __all__ = ["Dialect", "Target"]
@@ -75,15 +75,11 @@ class Target:
 
     def of(self, expert: int, patterns: dict[tuple[str, Dialect], bool]) -> Target:
         """Returns the target of one expert, where this is of all of them; it notes patterns in `patterns`."""
-
-        def named(name: str) -> str:
-            return ".".join(str(expert) if part == EXPERT else part for part in name.split("."))
-
         return replace(
             self,
-            name=named(self.name),
-            aliases=tuple(map(named, self.aliases)),
-            siblings=tuple(map(named, self.siblings)),
+            name=of_expert(self.name, expert),
+            aliases=tuple(of_expert(name, expert) for name in self.aliases),
+            siblings=tuple(of_expert(name, expert) for name in self.siblings),
             patterns=patterns,
         )
 
